@@ -55,6 +55,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         rough_tanh=plan.rough_tanh,
         distances=plan.specialized is not None,
         rows=profile(plan.variant).score_rows if plan.reads_rows else (),
+        powers=plan.one_score,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)
@@ -67,7 +68,9 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine": split_keys.combining(plan),
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None, whole_rows=plan.whole_rows),
-        "scales": ScaleCode(plan.float8 is not None, plan.packed, found.score is not None, _cap(plan, found)),
+        "scales": ScaleCode(
+            plan.float8 is not None, plan.packed, found.score is not None, _cap(plan, found), found.in_powers
+        ),
         "operands": OperandCode(plan, found.score is not None, packs),
         "packs": packs,
         "distances": DistanceCode(found.distances, plan.packed),

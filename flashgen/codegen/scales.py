@@ -13,13 +13,15 @@ class ScaleCode:
 
     Of 8 bits (`eight`) the scale follows the tile; it is one for each of a thread's rows where these are of several
     heads (`packed`).  Where there is a score function (`scored`) it stands before that, else in the exponent; where
-    that is a soft cap, both have a factor, and the cap is in them.
+    that is a soft cap, both have a factor, and the cap is in them.  A score may come as a power of two already, of
+    products times log2(e) (`in_powers`).
     """
 
     eight: bool
     packed: bool
     scored: bool
     cap: str | None = None
+    in_powers: bool = False
 
     @property
     def _of_rows(self) -> str:
@@ -71,8 +73,13 @@ class ScaleCode:
     def element(self) -> str:
         """Of element i of S before the score function."""
         if not self.eight:
-            return "p.scale"
+            return "p.scale * LOG2E" if self.in_powers else "p.scale"
         return "tile_scale[i / 2 % 2]" if self.packed else "tile_scale"
+
+    @property
+    def to_power(self) -> str:
+        """The function that makes a power of two of what the score function gives."""
+        return "rounded" if self.in_powers else "to_power_of_two"
 
     @property
     def row(self) -> str:

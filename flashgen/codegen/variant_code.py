@@ -16,6 +16,7 @@ from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.bounds import bounded
 from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
+from flashgen.analysis.powers import in_powers
 from flashgen.analysis.tanh import lone_tanh, soft_cap, takes_long
 from flashgen.analysis.tiles import Tiling
 from flashgen.analysis.zones import REACH, Zone
@@ -173,6 +174,7 @@ class VariantCode:
     soft_cap  the c of a score that is c * tanh(s / c), if it is positive and the same for all pairs
     distances   of q and k as floats, by the names that `score` is given them by
     rows      elements of rows of keys that `score` is given
+    in_powers   `score` gives powers of two, of products times log2(e)
     clamp_q, clamp_k   the position selects a captured element that is read as it is: lanes outside the problem must be
                      led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
@@ -185,6 +187,7 @@ class VariantCode:
 
     readers: tuple[Reader, ...]
     score: Body | None
+    in_powers: bool
     small_tanh: SmallTanh | None
     soft_cap: Text | None
     distances: tuple[str, ...]
@@ -303,6 +306,7 @@ def variant_code(
     rough_tanh: bool = False,
     distances: bool = False,
     rows: tuple[Node, ...] = (),
+    powers: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
@@ -311,7 +315,8 @@ def variant_code(
     positions reach.  `judged_in_turn`: conditions are judged one after another, through shared memory.  `uniform`: the
     mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
     may be off by 2^-11 of the score.  `distances`: a score that takes q - k or k - q as a float is
-    given it.  `rows` are the elements of rows of keys that a score is given.
+    given it.  `rows` are the elements of rows of keys that a score is given.  `powers`: scores are wanted as powers
+    of two, of products that have been multiplied by log2(e), where that is free.
     """
     mask, score = printed_of(facts)
     sink, cap, wide = facts.variant.sink_node, soft_cap(score), facts.int64
@@ -332,13 +337,16 @@ def variant_code(
     in_rows = row_code(rows, reading, wide=facts.int64)
     trusted = [index for n in loads for index in trusted_indices(n, reading)]
     named = apart | {n: row.name for n, row in in_rows.items()}
+    power = in_powers(score) if powers and score is not None else None
+    emitted = score if power is None else power
     clamp_q = any(depends_on(n, "q") for n in trusted)
     options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
     judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None
     return VariantCode(
         readers=reading,
-        score=None if score is None else ScorePrinter(score, named, rough_tanh=rough_tanh, wide=wide).body(score),
+        score=None if emitted is None else ScorePrinter(emitted, named, rough_tanh=rough_tanh, wide=wide).body(emitted),
+        in_powers=power is not None,
         distances=tuple(name for name in DISTANCES.values() if name in apart.values()),
         rows=tuple(in_rows.values()),
         small_tanh=None if score is None else _small_tanh(score, facts),

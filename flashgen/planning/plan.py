@@ -582,6 +582,13 @@ class KernelPlan(Integers):
         """Whether the score is given elements of rows of keys, which are read two at a time."""
         return isinstance(self.specialized, Specialized) and isinstance(self.specialized.score, ScoreByRow)
 
+    @property
+    def one_score(self) -> bool:
+        """Whether one function gives all scores of a forward in 16 bits: it may give powers of two."""
+        if not isinstance(self.specialized, Specialized) or self.float8 is not None:
+            return False
+        return isinstance(self.specialized.score, ScoreByElement | ScoreByRow)
+
     def pack(self, group: int) -> int:
         """Heads in a tile, of a `group` that shares keys: the largest power of two that divides it, the rows of a tile
         and those of a warpgroup, which one copy moves; 1 where nothing is packed."""

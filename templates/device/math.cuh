@@ -19,6 +19,9 @@ DEVICE float ex2_below(float x, float limit) { return limit < PLUS_INFINITY ? ex
 // score and its own maximum would be a rounding of both: 2^512 of a bias of -1e10.
 DEVICE float to_power_of_two(float score) { return __fmul_rn(score, LOG2E); }
 
+// The same of one that is a power of two.
+DEVICE float rounded(float power) { asm("" : "+f"(power)); return power; }
+
 // 2^x of a score less the lse of its row, which is 0 at most but for their roundings.
 DEVICE float ex2_of_score(float x) {
   asm("min.NaN.f32 %0, %0, 0f00000000;" : "+f"(x));

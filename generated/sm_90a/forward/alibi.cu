@@ -213,9 +213,8 @@ constexpr float LN2 = 0.69314718055994530942f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// A score as a power of two, rounded before anything is subtracted from it.  In one step with that, what is left of a
-// score and its own maximum would be a rounding of both: 2^512 of a bias of -1e10.
-DEVICE float to_power_of_two(float score) { return __fmul_rn(score, LOG2E); }
+// The same of one that is a power of two.
+DEVICE float rounded(float power) { asm("" : "+f"(power)); return power; }
 
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -451,7 +450,7 @@ DEVICE float read_slopes(int i0, const Params& p) {
 
 DEVICE float score(float s, int b, int h, int q, int k, float q_minus_k, const Params& p) {
   const float slopes_h = read_slopes(h, p);
-  return s - slopes_h * q_minus_k;
+  return s - slopes_h * 1.442695f * q_minus_k;
 }
 
 DEVICE bool keep(int b, int h, int q, int k, const Params& p) {
@@ -776,7 +775,7 @@ struct Consumer {
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
       s[i] =
-          to_power_of_two(score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i),
+          rounded(score(p.scale * LOG2E * s[i], work.b, work.h, query(work, i), key(tile, i),
           q_minus_k + float(i / 2 % 2 * 8 - (i / 4 * 8 + i % 2)), p));
   }
 

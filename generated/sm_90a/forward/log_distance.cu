@@ -204,9 +204,8 @@ constexpr float LN2 = 0.69314718055994530942f;
 // 2^x.
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// A score as a power of two, rounded before anything is subtracted from it.  In one step with that, what is left of a
-// score and its own maximum would be a rounding of both: 2^512 of a bias of -1e10.
-DEVICE float to_power_of_two(float score) { return __fmul_rn(score, LOG2E); }
+// The same of one that is a power of two.
+DEVICE float rounded(float power) { asm("" : "+f"(power)); return power; }
 
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -423,7 +422,7 @@ static_assert(sizeof(Shared) == 222208, "what the plan counted");
 
 // ---------------------------------------------------------------- variant
 DEVICE float score(float s, int b, int h, int q, int k, const Params& p) {
-  return s - p.param_strength * (lg2(1.0f + p.param_spread * float(abs(q - k))) * LN2);
+  return s - p.param_strength * 1.442695f * (lg2(1.0f + p.param_spread * float(abs(q - k))) * LN2);
 }
 
 // ---------------------------------------------------------------- scheduler: one warp that hands out tiles
@@ -668,7 +667,7 @@ struct Consumer {
   DEVICE void apply_score(S& s, const Work work, int tile) {
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
-      s[i] = to_power_of_two(score(p.scale * s[i], work.b, work.h, query(work, i), key(tile, i), p));
+      s[i] = rounded(score(p.scale * LOG2E * s[i], work.b, work.h, query(work, i), key(tile, i), p));
   }
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.
