@@ -60,3 +60,12 @@ def test_kernels_of_powers_are_right(name):
 
 def test_log2_of_e():
     assert in_powers(root(lambda s, b, h, q, k: s + 1.0)).operands[1].attr == math.log2(math.e)
+
+
+def test_a_long_chain_is_walked_once():
+    def long(s, b, h, q, k):
+        for i in range(3000):
+            s = s + 0.001 * i
+        return s
+
+    assert in_powers(root(long)).op == "add"

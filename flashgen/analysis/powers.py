@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 from flashgen.lang.expr import DType, Node, const, node, positions_of, walk
 
@@ -12,36 +13,40 @@ LOG2E = math.log2(math.e)
 def in_powers(score: Node) -> Node | None:
     """log2(e) times a score, of products that have been multiplied by it before: that are added to, or chosen among,
     numbers and what a tile shares.  None where a multiplication for each score is left, as of a bias by pair."""
-    if score.op == "score":
-        return score
-    if not any(n.op == "score" for n in walk([score])):
-        return _times(score)
-    match score.op, score.operands:
-        case ("add" | "sub" | "neg", operands):
-            return _of(score, [in_powers(o) for o in operands])
-        case ("where", (condition, *rest)) if not any(n.op == "score" for n in walk([condition])):
-            return _of(score, [condition, *map(in_powers, rest)])
-    return None
+    known: dict[Node, Node | None] = {}
+    scored: set[Node] = set()  # what has a score in it
+    for n in walk([score]):
+        if n.op == "score" or not scored.isdisjoint(n.operands):
+            scored.add(n)
+        known[n] = _times(n, known, scored)
+    return known[score]
 
 
-def _times(n: Node) -> Node | None:
-    """log2(e) times what has no score in it."""
+def _times(n: Node, known: Mapping[Node, Node | None], scored: set[Node]) -> Node | None:
+    """log2(e) times a node, whose operands' are known."""
+    if n.op == "score":
+        return n
+    if not n.dtype.is_float:
+        return None
     if n.op == "const":
         return const(float(n.attr) * LOG2E, DType.FLOAT32)
-    if not positions_of(n) & {"q", "k"}:
+    if _shared(n):
         return node("mul", DType.FLOAT32, (n, const(LOG2E, DType.FLOAT32)))
     match n.op, n.operands:
-        case ("mul", (a, b)):
-            found = _times(a) if not positions_of(a) & {"q", "k"} else None
-            if found is not None:
-                return _of(n, [found, b])
-            found = _times(b) if not positions_of(b) & {"q", "k"} else None
-            return found and _of(n, [a, found])
+        case ("mul", (a, b)) if n not in scored:
+            if _shared(a):
+                return _of(n, [known[a], b])
+            return _of(n, [a, known[b]]) if _shared(b) else None
         case ("add" | "sub" | "neg", operands):
-            return _of(n, [_times(o) for o in operands])
-        case ("where", (condition, *rest)):
-            return _of(n, [condition, *map(_times, rest)])
+            return _of(n, [known[o] for o in operands])
+        case ("where", (condition, *rest)) if condition not in scored:
+            return _of(n, [condition, *(known[o] for o in rest)])
     return None
+
+
+def _shared(n: Node) -> bool:
+    """Whether a node is the same for all scores of a tile."""
+    return not positions_of(n) & {"q", "k"}
 
 
 def _of(n: Node, operands: list[Node | None]) -> Node | None:

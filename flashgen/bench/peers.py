@@ -71,11 +71,14 @@ def bare(name: str) -> Callable[..., Call | None]:
 
 def backend(name: str) -> AbstractContextManager:
     """Where a peer that is a backend of SDPA is the chosen one."""
-    if name not in SDPA:
-        return nullcontext()
+    return on(SDPA[name]) if name in SDPA else nullcontext()
+
+
+def on(backend: str) -> AbstractContextManager:
+    """Where a backend of SDPA, by PyTorch's name, is the chosen one."""
     from torch.nn.attention import SDPBackend, sdpa_kernel
 
-    return sdpa_kernel(getattr(SDPBackend, SDPA[name]))
+    return sdpa_kernel(getattr(SDPBackend, backend))
 
 
 def sdpa(

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from flashgen.bench import contest, functions
+from flashgen.bench import contest, functions, peers
 from flashgen.bench.functions import Functions, Made, Mods, problem
 from flashgen.bench.suite import Builder, Contest, Ground, Row, Suite
 from flashgen.bench.timers import Eager
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Maker = Callable[["Problem", str, "torch.Generator"], "torch.Tensor"]
 
 #: PyTorch's backends that take such masks, by their names as peers.
-BACKENDS = {"cudnn": "CUDNN_ATTENTION", "efficient": "EFFICIENT_ATTENTION"}
+BACKENDS = {"cudnn": peers.SDPA["cudnn"], "efficient": "EFFICIENT_ATTENTION"}
 
 #: Backends that read a mask of another dtype than the query's as if it had that: their results are NaN.
 OF_ITS_DTYPE = ("cudnn",)
@@ -140,13 +140,12 @@ def _peers(
 
     def build(name: str) -> Callable[[], object] | None:
         import torch
-        from torch.nn.attention import SDPBackend, sdpa_kernel
 
         if name in OF_ITS_DTYPE and mask.dtype is torch.float32:
             return None
 
         def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            with sdpa_kernel(getattr(SDPBackend, BACKENDS[name])):
+            with peers.on(BACKENDS[name]):
                 return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
 
         return call(attend)
