@@ -316,9 +316,9 @@ def test_kernels_of_padded_sequences(block):
 
 @pytest.mark.slow
 def test_groups_of_heads_whose_sequences_share_scales(monkeypatch):
-    """Where L2 holds two of three heads: each group has its own turn over all sequences."""
-    monkeypatch.setattr(test_quantize.runtime, "GROUP_BYTES", 2 * 300 * 16 * 2)
-    x = own_rows.in_heads("", rows_of(KEYS, 3, 16))
+    """Where L2 holds three of four heads: each two have their own turn over all sequences."""
+    monkeypatch.setattr(test_quantize.runtime, "GROUP_BYTES", 3 * 300 * 16 * 2)
+    x = own_rows.in_heads("", rows_of(KEYS, 4, 16))
     rows = ops.Rows.of(x, None, own=own_of(KEYS))
     ((plan, group),) = ops.planned([rows], None)
     assert rows.sizes.group(plan) == 2
@@ -346,8 +346,8 @@ def test_what_is_no_sum_of_lengths_harms_nobody(block, starts):
 
 MUTATIONS = {
     "the first sequence's angles": ("at.batch * t.cos_batch", "0 * t.cos_batch"),
-    "rows of the next sequence count": ("rows = at.length - row0;", "rows = TILE - row0 % TILE;"),
-    "rows of the next sequence are written": ("row0 + row < at.length", "row < ROWS"),
+    "rows of the next sequence count": ("there = row + i < at.length;", "there = true;"),
+    "rows of the next sequence are written": ("(of_warp, i) && row + i < at.length)", "(of_warp, i))"),
     "all begin with the tensor": ("at.first = rows.first;", "at.first = 0;"),
     "scales of no rows are left": ("descales[i] = LEAST / LARGEST;", ";"),
     "a sequence without rows is left": ("return at.row == 0 || (", "return ("),

@@ -37,7 +37,7 @@ class _Sequences:
     length    behind which row of a sequence there is none
     last      its last row, or 0
     tiles     how many tiles hold its rows
-    row0      a warp's first row in the tensor
+    row       a row in the tensor
     after     the tile after the next one
     work      the function that finds the work of a ticket
     of_tile   what is said of a tile beside
@@ -48,8 +48,8 @@ class _Sequences:
     blocks: str = "(t.length + TILE - 1) / TILE"
     length: str = "t.length"
     last: str = "t.length - 1"
-    tiles: str = "tiles"
-    row0: str = "row0"
+    tiles: str = "(t.length + TILE - 1) / TILE"
+    row: str = "row"
     after: str = "tile_of(blockIdx.x + (i + 2) * gridDim.x, p)"
     work: str = "work_of"
     of_tile: str = ""
@@ -65,7 +65,7 @@ class _Sequences:
             length="at.length",
             last="max(at.length, 1) - 1",
             tiles="tiles_of(at)",
-            row0="(at.first + row0)" if plan.layout.joined else "row0",
+            row="(at.first + row)" if plan.layout.joined else "row",
             after="next_tile(next, p)",
             work="work_from",
             of_tile="  Of a sequence of `length` rows" + " from `first` on" * plan.layout.joined + ".",
@@ -82,16 +82,17 @@ def tensor_fields(plan: QuantizePlan) -> tuple[Field, ...]:
         Field("x", "const u16*"),
         Field("codes", "unsigned char*"),
         Field("descales", "float*"),
-        *(Field(name, "u32*") for name in ("peaks", "seen") if shared),
+        *(Field("peaks", "u32*") for _ in range(shared)),
         *(Field("mean", "const float*") for _ in range(plan.centred)),
         *(Field(name, of_angles) for name in angles),
         *(Field("starts" if joined else "lengths", "const int*") for _ in range(plan.layout.own)),
         *(Field(f"{name}_{of}", "i64") for name in ("x", "codes") for of in ("batch", "head", "row")),
         *(Field(f"{name}_{of}", "i64") for name in angles for of in ("batch", "row")),
+        *(Field(name, "u64") for name in ("by_batch", "by_heads", *(("by_group", "by_scale") if shared else ()))),
         *(Field(name, "int") for name in ("heads", "length", "tiles")),
         *(Field(name, "int") for name in ("sequences", "slots", "rows") if joined),
         *(Field("rotated", "int") for _ in range(bool(plan.rotation))),
-        *(Field(name, "int") for name in ("tiles_of_scale", "group") if shared),
+        *(Field(name, "int") for name in ("tiles_of_scale", "scales", "group") if shared),
     )
 
 

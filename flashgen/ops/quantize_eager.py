@@ -303,8 +303,12 @@ def _on_gpu(plan: QuantizePlan, group: list[Rows]) -> None:
 
 
 def words(plan: QuantizePlan, group: list[Rows]) -> int:
-    """Of 32 bits that are 0 before a launch: a ticket, and for each scale a peak and the tiles that it is of."""
-    return 1 + 2 * sum(rows.descales.numel() for rows in group) if plan.scale.tickets else 0
+    """Of 32 bits that are 0 before a launch: a ticket, and a peak of each tile."""
+    return 1 + sum(_peaks(rows) for rows in group) if plan.scale.tickets else 0
+
+
+def _peaks(rows: Rows) -> int:
+    return rows.descales.numel() * rows.sizes.tiles_of_scale
 
 
 def told(plan: QuantizePlan, rows: Rows, at: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -327,9 +331,8 @@ def packed(plan: QuantizePlan, group: list[Rows], tensors: list[dict[str, int]],
     """The parameters of a launch of so many thread blocks on what these are told, with the address of its words."""
     after = zeros + 4
     for rows, of in zip(group, tensors, strict=True):
-        scales = rows.descales.numel()
-        of |= {"peaks": after, "seen": after + 4 * scales}
-        after += 8 * scales
+        of["peaks"] = after
+        after += 4 * _peaks(rows)
     values = {"ticket": zeros, **in_turn(plan, [rows.sizes for rows in group], blocks)}
     signs = next((rows.signs for rows in group if rows.signs is not None), None)
     return pack(plan, tensors, values, sign_words(signs))

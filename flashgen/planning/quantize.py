@@ -68,7 +68,7 @@ class SharedScale:
     template: ClassVar[str] = "quantize/shared_scale.cu.j2"
     tickets: ClassVar[bool] = True
     work: ClassVar[str] = "Work"
-    work_bytes: ClassVar[int] = 20
+    work_bytes: ClassVar[int] = 32
     reads: ClassVar[int] = 2
 
 

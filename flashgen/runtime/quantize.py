@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen.quantize import emit
+from flashgen.planning.layout import division
 from flashgen.planning.quantize import ELEMENT_BYTES, ROWS, QuantizePlan
 from flashgen.runtime import cache, driver, nvrtc
 
@@ -60,12 +61,19 @@ class Sizes:
         """Rows of a sequence at most."""
         return self.length if self.rows is None else min(self.length, self.rows)
 
+    @property
+    def blocks(self) -> int:
+        """Numbers of the tiles of a head that are neighbours: of a sequence's, or of all that lie behind each other."""
+        return self.tiles if self.rows is None else self.slots
+
     def group(self, plan: QuantizePlan) -> int:
-        """Heads whose tiles are neighbours."""
-        return max(1, min(self.heads, GROUP_BYTES // (self.longest * plan.head_dim * ELEMENT_BYTES)))
+        """Heads whose tiles are neighbours, all of them or a part without remainder."""
+        most = max(1, GROUP_BYTES // (self.longest * plan.head_dim * ELEMENT_BYTES))
+        return next(n for n in range(min(self.heads, most), 0, -1) if self.heads % n == 0)
 
     def values(self, plan: QuantizePlan) -> dict[str, int]:
         """What a kernel is told of them."""
+        together = self.group(plan) if plan.scale.tickets else self.heads
         return {
             "heads": self.heads,
             "length": self.length,
@@ -74,8 +82,19 @@ class Sizes:
             "slots": self.slots,
             "rows": self.rows or 0,
             "tiles_of_scale": self.tiles_of_scale,
-            "group": self.group(plan),
+            "scales": self.scales,
+            "group": together,
+            "by_batch": _divides(self.heads * self.blocks),
+            "by_group": _divides(together * self.blocks),
+            "by_heads": _divides(together),
+            "by_scale": _divides(self.tiles_of_scale),
         }
+
+
+def _divides(by: int) -> int:
+    """What a kernel takes quotients by a number with, in 64 bits: a factor, and above it how far the product shifts."""
+    factor, shift = division(by)
+    return factor | shift << 32
 
 
 def grid(plan: QuantizePlan, sizes: Sequence[Sizes], sms: int) -> int:

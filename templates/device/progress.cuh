@@ -5,6 +5,16 @@ DEVICE u32 load_acquire(const u32* word) {
   return value;
 }
 
+DEVICE u32 load_relaxed(const u32* word) {
+  u32 value;
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  return value;
+}
+
+DEVICE void store_relaxed(u32* word, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(word), "r"(value) : "memory");
+}
+
 // Shows what this thread did before to whoever reads the value by load_acquire.
 DEVICE void store_release(u32* word, u32 value) {
   asm volatile("st.release.gpu.global.u32 [%0], %1;" :: "l"(word), "r"(value) : "memory");
