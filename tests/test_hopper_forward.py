@@ -189,9 +189,13 @@ def test_a_block_that_asks_for_more_registers_than_there_are_waits_forever():
         w.run(replace("CONSUMER_REGISTERS = 160", "CONSUMER_REGISTERS = 168"))
 
 
-@pytest.mark.sampled("full")
+#: A mask, all of whose tiles are visited.
+HIDES_NOTHING = fg.variant(lambda b, h, q, k: abs(q - k) >= 0, name="hides_nothing")
+
+
+@pytest.mark.sampled("full", "hides_nothing")
 @pytest.mark.slow
-@pytest.mark.parametrize("spec", ["full", "causal", "sliding_window"])
+@pytest.mark.parametrize("spec", ["full", "causal", "sliding_window", pytest.param(HIDES_NOTHING, id="hides_nothing")])
 def test_queries_without_any_key(spec):
     w = work(spec, "hopper", q_len=140, kv_len=0, q_stages=2)
     result = w.run()
@@ -235,3 +239,13 @@ MENUS = (
 def test_every_kernel_of_a_menu_passes_the_gates(spec, head_dim, dtype):
     for plan in planner.menu(load_spec(spec).bind(), "sm_90a", dtype, head_dim, pipeline="hopper").plans:
         assert sass.check(plan, nvrtc.compile(emit(plan), "sm_90a")) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("q_len", [40, 130])
+def test_bits_have_no_rows_beyond_the_last_query(q_len):
+    """A table of no size that is declared is read within it; the bits that are made of it have as many rows as queries."""
+    table = fg.tensor("table", (None, None), "bool", example=lambda problem, rng: rng.random((140, 140)) > 0.4)
+    looked_up = fg.variant(lambda b, h, q, k: table[q, k], name="looked_up")
+    w = work(looked_up, "hopper", q_len=q_len, kv_len=q_len, q_stages=2)
+    assert "bits" in w.source and w.wrong(w.run()) == ()

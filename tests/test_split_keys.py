@@ -195,6 +195,16 @@ def test_blocks_without_a_key(pipeline):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
+def test_parts_without_a_key_of_a_mask_that_hides_nothing(pipeline):
+    """Every tile of keys is visited, as where there is no mask: the fourth of four parts has none."""
+    hides_nothing = fg.variant(lambda b, h, q, k: abs(q - k) >= 0, name="hides_nothing")
+    w = split_work(hides_nothing, pipeline, q_len=5, kv_len=3 * 128 - 7)
+    parts = -(-w.problem.kv_len // w.plan.tile.kv) + 1
+    assert w.wrong(w.run(kv_splits=parts)) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("pipeline", PIPELINES)
 def test_nan_and_inf_stay(pipeline):
     w = split_work("full", pipeline, **SHAPE)
     q, k, v = (x.clone() for x in w.qkv)

@@ -175,8 +175,8 @@ class VariantCode:
     distances   of q and k as floats, by the names that `score` is given them by
     rows      elements of rows of keys that `score` is given
     in_powers   `score` gives powers of two, of products times log2(e)
-    clamp_q, clamp_k   the position selects a captured element that is read as it is: lanes outside the problem must be
-                     led back inside
+    clamp_q, clamp_k   the position selects a captured element that is read as it is, or a row of bits: lanes outside the
+                     problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
@@ -339,7 +339,9 @@ def variant_code(
     named = apart | {n: row.name for n, row in in_rows.items()}
     power = in_powers(score) if powers and score is not None else None
     emitted = score if power is None else power
-    clamp_q = any(depends_on(n, "q") for n in trusted)
+    # Bits have as many rows as there are queries, whatever bounds the reader of what they were made of.
+    in_bits = any(one.bits is not None and one.bits.by == "q" for one in summaries)
+    clamp_q = in_bits or any(depends_on(n, "q") for n in trusted)
     options: dict[str, Any] = {"wide": facts.int64, "indices": index_types(facts), "exact": True, "cornered": cornered}
     judged = RangePrinter(given=known | truths(facts) if judged_in_turn else known, **options)
     in_turn = turns(facts, RangePrinter(given=known, **options), cut, tile) if masked and judged_in_turn else None

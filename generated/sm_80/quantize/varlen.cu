@@ -6,7 +6,12 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
+
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Indices of thread and block, read anew at each use.
+DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -26,6 +31,10 @@ template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait
 // ---------------------------------------------------------------- redux.sync: one value of a warp's
 DEVICE u32 redux_max(u32 x) { asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x)); return x; }
 
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
+
 // ---------------------------------------------------------------- arithmetic
 #define PLUS_INFINITY __int_as_float(0x7f800000)
 
@@ -38,7 +47,7 @@ constexpr int TILE = 128;  // rows of a tile
 constexpr int LANES = 2, ROWS = 32 / LANES;  // lanes that share a row; rows of a warp
 constexpr int WARPS = TILE / ROWS, THREADS = 32 * WARPS;
 constexpr int ROW_CHUNKS = HEAD_DIM / 8, CHUNKS = ROW_CHUNKS / LANES;  // of 8 elements: of a row, and a lane's of it
-constexpr int COPIES = 32 % ROW_CHUNKS ? 1 : CHUNKS;  // unrolled: addresses that differ by more take registers
+constexpr int ROWS_AT_ONCE = 32 / ROW_CHUNKS, CODES_AT_ONCE = 32 / (ROW_CHUNKS / 2);  // that a warp copies, and writes
 constexpr int PITCH = 18;  // chunks from row to row in shared memory
 constexpr int CODES_PITCH = 144;  // bytes from row to row of codes there
 constexpr float LARGEST = 448.f;  // of e4m3
@@ -55,6 +64,8 @@ struct Tensor {
   i64 codes_batch;
   i64 codes_head;
   i64 codes_row;
+  u64 by_batch;
+  u64 by_heads;
   int heads;
   int length;
   int tiles;
@@ -68,7 +79,7 @@ struct Params {
   Tensor of[3];  // those behind the last have no tiles
   u32 signs[8];
 };
-static_assert(sizeof(Params) == 368, "Python counts as C++ does");
+static_assert(sizeof(Params) == 416, "Python counts as C++ does");
 
 // Rows of a tensor, from `row` on; none where tensor is negative.  Of a sequence of `length` rows from `first` on.
 struct Tile { int tensor, batch, head, row, first, length; };
@@ -86,15 +97,18 @@ typedef float Rows[CHUNKS][8];
 
 DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
 
+// n over a number that the host knows: the lower half of `by` is multiplied, and the upper how far the product shifts.
+DEVICE int quotient(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
+
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile numbered(int n, const Params& p) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const Tensor& t = p.of[i];
     if (n < t.tiles) {
-      const u32 heads = t.heads, blocks = t.slots;
-      const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
-      return {i, int(batch), int(rest % heads), int(rest / heads) * TILE};
+      const int blocks = t.slots, batch = quotient(n, t.by_batch), rest = n - batch * (t.heads * blocks);
+      const int block = quotient(rest, t.by_heads);
+      return {i, batch, rest - block * t.heads, block * TILE};
     }
     n -= t.tiles;
   }
@@ -171,17 +185,24 @@ DEVICE void fill_descales(const Tile& at, const Tensor& t, int tiles_of_scale) {
 // Chunk i of a lane has this column and the seven behind it.
 DEVICE int column(int i) { return 8 * (threadIdx.x % LANES + LANES * i); }
 
+// Whether a lane has a row from the i-th on: as many rows as CHUNKS_OF_ONE fit a warp are copied at a time.
+template <int CHUNKS_OF_ONE, int COUNT> DEVICE bool is_one_of(int of_warp, int i) {
+  constexpr int AT_ONCE = 32 / CHUNKS_OF_ONE;
+  return (32 % CHUNKS_OF_ONE == 0 || of_warp < AT_ONCE) && (COUNT % AT_ONCE == 0 || of_warp + i < COUNT);
+}
+
 // Starts the copy of a warp's rows, side by side; rows behind the last are 0.
 DEVICE void fetch(Shared& sm, const Tile& at, const Params& p) {
   if (found(at)) {
     const Tensor& t = p.of[at.tensor];
-    const int row0 = at.row + threadIdx.x / 32 * ROWS, rows = at.length - row0;
-    const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + (at.first + row0) * t.x_row;
-    const u32 to = shared_address(sm.x[threadIdx.x / 32]);
-#pragma unroll COPIES
-    for (int i = 0; i < CHUNKS; ++i) {
-      const int n = threadIdx.x % 32 + 32 * i, row = n / ROW_CHUNKS, chunk = n % ROW_CHUNKS;
-      cp_async_16(to + (row * PITCH + chunk) * 16, row < rows ? source + row * t.x_row + chunk * 8 : t.x, row < rows);
+    const int thread = thread_index(), of_warp = thread % 32 / ROW_CHUNKS, chunk = thread % 32 % ROW_CHUNKS;
+    const int row = at.row + thread / 32 * ROWS + of_warp;
+    const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + (at.first + row) * t.x_row + chunk * 8;
+    const u32 to = shared_address(sm.x[thread / 32]) + (of_warp * PITCH + chunk) * 16;
+#pragma unroll 
+    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+      const bool there = row + i < at.length;
+      if (is_one_of<ROW_CHUNKS, ROWS>(of_warp, i)) cp_async_16(to + i * PITCH * 16, there ? source + i * t.x_row : t.x, there);
     }
   }
   cp_async_commit_group();
@@ -263,32 +284,24 @@ DEVICE void prepare(Rows& x, Shared& sm, const Tile& at, const Tile& next, const
   }
 }
 
-// The largest finite size of a lane's elements.  Infinities become NaN, which e4m3 has, and which no maximum takes.
-DEVICE float peak_of_lane(Rows& x) {
-  float peak = LEAST;
+// The largest size of a lane's elements; no maximum takes a NaN.
+DEVICE float largest(const Rows& x) {
+  float most = LEAST;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-    for (int j = 0; j < 8; ++j) peak = fmaxf(peak, fabsf(x[i][j]));
-  if (peak < PLUS_INFINITY) return peak;
-  peak = LEAST;
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);
-      peak = fmaxf(peak, fabsf(x[i][j]));
-    }
-  return peak;
+    for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[i][j]));
+  return most;
 }
 
-// That of a thread block's, at every thread.
-DEVICE float peak_of_tile(Rows& x, Shared& sm, int parity) {
-  const u32 peak = redux_max(__float_as_int(peak_of_lane(x)));  // floats above 0 are in the order of their bits
-  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = peak;
-  __syncthreads();
-  return __int_as_float(redux_max(sm.peaks[parity][threadIdx.x % WARPS]));
+// Infinities become NaN, which e4m3 has.
+DEVICE void lose_infinities(Rows& x) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);
 }
+
 
 // A float as e4m3: to nearest even, beyond 448 that.  Below 2^-6 its numbers are 2^-9 apart, as floats are from 2^14.
 DEVICE u32 to_e4m3(float x) {
@@ -306,7 +319,7 @@ DEVICE u32 to_e4m3x4(float a, float b, float c, float d) {
 // Rows scaled so that their peak is LARGEST: through shared memory, so that neighbours in a warp write side by side.
 DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const Tensor& t) {
   const float factor = LARGEST / peak;
-  unsigned char* const codes = sm.codes[threadIdx.x / 32];
+  unsigned char* codes = sm.codes[threadIdx.x / 32];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     float y[8];
@@ -316,14 +329,29 @@ DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const T
     *(uint2*)(codes + threadIdx.x % 32 / LANES * CODES_PITCH + column(i)) = stored;
   }
   __syncwarp();
-  const int row0 = at.row + threadIdx.x / 32 * ROWS;
-  unsigned char* const to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + (at.first + row0) * t.codes_row;
-#pragma unroll COPIES
-  for (int first = 0; first < ROWS * HEAD_DIM / 16; first += 32) {
-    const int n = first + threadIdx.x % 32, row = n / (HEAD_DIM / 16), column = n % (HEAD_DIM / 16) * 16;
-    if (n < ROWS * HEAD_DIM / 16 && row0 + row < at.length)
-      *(uint4*)(to + row * t.codes_row + column) = *(const uint4*)(codes + row * CODES_PITCH + column);
+  const int thread = thread_index(), of_warp = thread % 32 / (ROW_CHUNKS / 2);
+  const int column = thread % 32 % (ROW_CHUNKS / 2) * 16, row = at.row + thread / 32 * ROWS + of_warp;
+  unsigned char* to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + (at.first + row) * t.codes_row + column;
+  codes += of_warp * CODES_PITCH + column;
+#pragma unroll
+  for (int i = 0; i < ROWS; i += CODES_AT_ONCE) {
+    if (is_one_of<ROW_CHUNKS / 2, ROWS>(of_warp, i) && row + i < at.length)
+      *(uint4*)to = *(const uint4*)(codes + i * CODES_PITCH);
+    to += CODES_AT_ONCE * t.codes_row;
   }
+}
+
+// The largest finite size of a tile's elements, at every thread.  Infinities become NaN.
+DEVICE float peak_of_tile(Rows& x, Shared& sm, int parity) {
+  float most = largest(x);
+  if (most == PLUS_INFINITY) {
+    lose_infinities(x);
+    most = largest(x);
+  }
+  const u32 peak = redux_max(__float_as_int(most));  // floats above 0 are in the order of their bits
+  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = peak;
+  __syncthreads();
+  return __int_as_float(redux_max(sm.peaks[parity][threadIdx.x % WARPS]));
 }
 
 // Each tile has a scale of its own.

@@ -1,12 +1,17 @@
 // quantize: bfloat16, head_dim 128, less a mean, rotated in 128 columns, as e4m3, on sm_90a
-// tiles of 128 rows, 2 lanes a row: 256 threads, 55952 bytes shared
+// tiles of 128 rows, 2 lanes a row: 256 threads, 56000 bytes shared
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
+
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Indices of thread and block, read anew at each use.
+DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -25,6 +30,10 @@ template <int N> DEVICE void cp_async_wait_group() { asm volatile("cp.async.wait
 
 // ---------------------------------------------------------------- redux.sync: one value of a warp's
 DEVICE u32 redux_max(u32 x) { asm volatile("redux.sync.max.u32 %0, %0, 0xffffffff;" : "+r"(x)); return x; }
+
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
 
 // ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
 // Until the kernel before this one on its stream has ended, and all that it wrote is there to see.
@@ -49,15 +58,14 @@ DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
 // ---------------------------------------------------------------- progress: words by which blocks wait for each other
-DEVICE u32 load_acquire(const u32* word) {
+DEVICE u32 load_relaxed(const u32* word) {
   u32 value;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
+  asm volatile("ld.relaxed.gpu.global.u32 %0, [%1];" : "=r"(value) : "l"(word) : "memory");
   return value;
 }
 
-// Who sees the sum sees too what this thread, and those that it met at a barrier, wrote before.
-DEVICE void red_add_release(u32* counter, u32 x) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
+DEVICE void store_relaxed(u32* word, u32 value) {
+  asm volatile("st.relaxed.gpu.global.u32 [%0], %1;" :: "l"(word), "r"(value) : "memory");
 }
 
 DEVICE u32 atom_add(u32* counter, u32 x) {
@@ -66,15 +74,7 @@ DEVICE u32 atom_add(u32* counter, u32 x) {
   return before;
 }
 
-DEVICE void red_max(u32* counter, u32 x) {
-  asm volatile("red.relaxed.gpu.global.max.u32 [%0], %1;" :: "l"(counter), "r"(x) : "memory");
-}
-
 DEVICE void nanosleep(u32 duration) { asm volatile("nanosleep.u32 %0;" :: "r"(duration)); }
-
-DEVICE void await_count(const u32* counter, u32 count) {
-  while (load_acquire(counter) < count) nanosleep(100);
-}
 
 // ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one
 constexpr int HEAD_DIM = 128;
@@ -82,7 +82,7 @@ constexpr int TILE = 128;  // rows of a tile
 constexpr int LANES = 2, ROWS = 32 / LANES;  // lanes that share a row; rows of a warp
 constexpr int WARPS = TILE / ROWS, THREADS = 32 * WARPS;
 constexpr int ROW_CHUNKS = HEAD_DIM / 8, CHUNKS = ROW_CHUNKS / LANES;  // of 8 elements: of a row, and a lane's of it
-constexpr int COPIES = 32 % ROW_CHUNKS ? 1 : CHUNKS;  // unrolled: addresses that differ by more take registers
+constexpr int ROWS_AT_ONCE = 32 / ROW_CHUNKS, CODES_AT_ONCE = 32 / (ROW_CHUNKS / 2);  // that a warp copies, and writes
 constexpr int PITCH = 18;  // chunks from row to row in shared memory
 constexpr int CODES_PITCH = 144;  // bytes from row to row of codes there
 constexpr float LARGEST = 448.f;  // of e4m3
@@ -93,7 +93,6 @@ struct Tensor {
   unsigned char* codes;
   float* descales;
   u32* peaks;
-  u32* seen;
   const float* mean;
   i64 x_batch;
   i64 x_head;
@@ -101,11 +100,16 @@ struct Tensor {
   i64 codes_batch;
   i64 codes_head;
   i64 codes_row;
+  u64 by_batch;
+  u64 by_heads;
+  u64 by_group;
+  u64 by_scale;
   int heads;
   int length;
   int tiles;
   int rotated;
   int tiles_of_scale;
+  int scales;
   int group;
 };
 
@@ -116,13 +120,13 @@ struct Params {
   int lead;
   u32 signs[8];
 };
-static_assert(sizeof(Params) == 408, "Python counts as C++ does");
+static_assert(sizeof(Params) == 504, "Python counts as C++ does");
 
 // Rows of a tensor, from `row` on; none where tensor is negative.
 struct Tile { int tensor, batch, head, row; };
 
-// Its peaks are found, or its codes made.
-struct Work { Tile tile; int codes; };
+// Its peak is found, or its codes made.  Of all scales it has this one, and of `sharing` tiles that have it the place.
+struct Work { Tile tile; int codes, scale, own, sharing; };
 
 struct Shared {
   Chunk x[WARPS][ROWS * PITCH];  // the next tile's rows, on their way
@@ -131,11 +135,14 @@ struct Shared {
   u32 peaks[2][WARPS];  // of this tile and of the next
   Work work[4];  // what this thread block does: now, next, and after that; one is that before
 };
-static_assert(sizeof(Shared) == 55952, "Python counts as C++ does");
+static_assert(sizeof(Shared) == 56000, "Python counts as C++ does");
 
 typedef float Rows[CHUNKS][8];
 
 DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
+
+// n over a number that the host knows: the lower half of `by` is multiplied, and the upper how far the product shifts.
+DEVICE int quotient(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
 
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile tile_of(int n, const Params& p) {
@@ -143,11 +150,10 @@ DEVICE Tile tile_of(int n, const Params& p) {
   for (int i = 0; i < 3; ++i) {
     const Tensor& t = p.of[i];
     if (n < t.tiles) {
-      const u32 heads = t.heads, blocks = (t.length + TILE - 1) / TILE;
-      const u32 batch = n / (heads * blocks), rest = n % (heads * blocks);
-      const u32 group = t.group, first = rest / (group * blocks) * group, width = min(group, heads - first);
-      const u32 within = rest - first * blocks;
-      return {i, int(batch), int(first + within % width), int(within / width) * TILE};
+      const int blocks = (t.length + TILE - 1) / TILE, batch = quotient(n, t.by_batch), rest = n - batch * (t.heads * blocks);
+      const int groups = quotient(rest, t.by_group), within = rest - groups * (t.group * blocks);
+      const int block = quotient(within, t.by_heads);
+      return {i, batch, groups * t.group + within - block * t.group, block * TILE};
     }
     n -= t.tiles;
   }
@@ -160,17 +166,24 @@ DEVICE int column(int i) { return 8 * (threadIdx.x % LANES + LANES * i); }
 // A lane's row of a tile.
 DEVICE int row_of(const Tile& at) { return at.row + threadIdx.x / LANES; }
 
+// Whether a lane has a row from the i-th on: as many rows as CHUNKS_OF_ONE fit a warp are copied at a time.
+template <int CHUNKS_OF_ONE, int COUNT> DEVICE bool is_one_of(int of_warp, int i) {
+  constexpr int AT_ONCE = 32 / CHUNKS_OF_ONE;
+  return (32 % CHUNKS_OF_ONE == 0 || of_warp < AT_ONCE) && (COUNT % AT_ONCE == 0 || of_warp + i < COUNT);
+}
+
 // Starts the copy of a warp's rows, side by side; rows behind the last are 0.
 DEVICE void fetch(Shared& sm, const Tile& at, const Params& p) {
   if (found(at)) {
     const Tensor& t = p.of[at.tensor];
-    const int row0 = at.row + threadIdx.x / 32 * ROWS, rows = t.length - row0;
-    const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + row0 * t.x_row;
-    const u32 to = shared_address(sm.x[threadIdx.x / 32]);
-#pragma unroll COPIES
-    for (int i = 0; i < CHUNKS; ++i) {
-      const int n = threadIdx.x % 32 + 32 * i, row = n / ROW_CHUNKS, chunk = n % ROW_CHUNKS;
-      cp_async_16(to + (row * PITCH + chunk) * 16, row < rows ? source + row * t.x_row + chunk * 8 : t.x, row < rows);
+    const int thread = thread_index(), of_warp = thread % 32 / ROW_CHUNKS, chunk = thread % 32 % ROW_CHUNKS;
+    const int row = at.row + thread / 32 * ROWS + of_warp;
+    const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + row * t.x_row + chunk * 8;
+    const u32 to = shared_address(sm.x[thread / 32]) + (of_warp * PITCH + chunk) * 16;
+#pragma unroll 
+    for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
+      const bool there = row + i < t.length;
+      if (is_one_of<ROW_CHUNKS, ROWS>(of_warp, i)) cp_async_16(to + i * PITCH * 16, there ? source + i * t.x_row : t.x, there);
     }
   }
   cp_async_commit_group();
@@ -270,32 +283,24 @@ DEVICE void prepare(Rows& x, Shared& sm, const Tile& at, const Tile& next, const
   }
 }
 
-// The largest finite size of a lane's elements.  Infinities become NaN, which e4m3 has, and which no maximum takes.
-DEVICE float peak_of_lane(Rows& x) {
-  float peak = LEAST;
+// The largest size of a lane's elements; no maximum takes a NaN.
+DEVICE float largest(const Rows& x) {
+  float most = LEAST;
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i)
 #pragma unroll
-    for (int j = 0; j < 8; ++j) peak = fmaxf(peak, fabsf(x[i][j]));
-  if (peak < PLUS_INFINITY) return peak;
-  peak = LEAST;
-#pragma unroll
-  for (int i = 0; i < CHUNKS; ++i)
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);
-      peak = fmaxf(peak, fabsf(x[i][j]));
-    }
-  return peak;
+    for (int j = 0; j < 8; ++j) most = fmaxf(most, fabsf(x[i][j]));
+  return most;
 }
 
-// That of a thread block's, at every thread.
-DEVICE float peak_of_tile(Rows& x, Shared& sm, int parity) {
-  const u32 peak = redux_max(__float_as_int(peak_of_lane(x)));  // floats above 0 are in the order of their bits
-  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = peak;
-  __syncthreads();
-  return __int_as_float(redux_max(sm.peaks[parity][threadIdx.x % WARPS]));
+// Infinities become NaN, which e4m3 has.
+DEVICE void lose_infinities(Rows& x) {
+#pragma unroll
+  for (int i = 0; i < CHUNKS; ++i)
+#pragma unroll
+    for (int j = 0; j < 8; ++j) x[i][j] = fmaf(x[i][j], 0.f, x[i][j]);
 }
+
 
 // Four floats as e4m3, the first in the lowest byte: to nearest even, beyond 448 that.
 DEVICE u32 to_e4m3x4(float a, float b, float c, float d) { return cvt_e4m3x4(a, b, c, d); }
@@ -303,7 +308,7 @@ DEVICE u32 to_e4m3x4(float a, float b, float c, float d) { return cvt_e4m3x4(a, 
 // Rows scaled so that their peak is LARGEST: through shared memory, so that neighbours in a warp write side by side.
 DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const Tensor& t) {
   const float factor = LARGEST / peak;
-  unsigned char* const codes = sm.codes[threadIdx.x / 32];
+  unsigned char* codes = sm.codes[threadIdx.x / 32];
 #pragma unroll
   for (int i = 0; i < CHUNKS; ++i) {
     float y[8];
@@ -313,34 +318,93 @@ DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const T
     *(uint2*)(codes + threadIdx.x % 32 / LANES * CODES_PITCH + column(i)) = stored;
   }
   __syncwarp();
-  const int row0 = at.row + threadIdx.x / 32 * ROWS;
-  unsigned char* const to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + row0 * t.codes_row;
-#pragma unroll COPIES
-  for (int first = 0; first < ROWS * HEAD_DIM / 16; first += 32) {
-    const int n = first + threadIdx.x % 32, row = n / (HEAD_DIM / 16), column = n % (HEAD_DIM / 16) * 16;
-    if (n < ROWS * HEAD_DIM / 16 && row0 + row < t.length)
-      *(uint4*)(to + row * t.codes_row + column) = *(const uint4*)(codes + row * CODES_PITCH + column);
+  const int thread = thread_index(), of_warp = thread % 32 / (ROW_CHUNKS / 2);
+  const int column = thread % 32 % (ROW_CHUNKS / 2) * 16, row = at.row + thread / 32 * ROWS + of_warp;
+  unsigned char* to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + row * t.codes_row + column;
+  codes += of_warp * CODES_PITCH + column;
+#pragma unroll
+  for (int i = 0; i < ROWS; i += CODES_AT_ONCE) {
+    if (is_one_of<ROW_CHUNKS / 2, ROWS>(of_warp, i) && row + i < t.length)
+      *(uint4*)to = *(const uint4*)(codes + i * CODES_PITCH);
+    to += CODES_AT_ONCE * t.codes_row;
   }
 }
 
 // Tiles share a scale: a thread block looks at a tile's peak, and later this one or another, when all that share the
 // scale have been looked at, reads the tile again, from L2, and makes codes.  Both are work that tickets hand out, so
 // that what a block waits for others do already: first the peaks of `lead` tiles, then codes and peaks in turn.
-DEVICE Work work_of(int ticket, const Params& p) {
-  const int behind = ticket - p.lead, in_turn = 2 * (p.tiles - p.lead);
-  if (behind < 0) return {tile_of(ticket, p), 0};
-  if (behind >= in_turn) return {tile_of(behind - in_turn / 2, p), 1};
-  return {tile_of(behind % 2 ? behind / 2 : p.lead + behind / 2, p), behind % 2};
+DEVICE Work work_on(const Tile& at, int codes, const Params& p) {
+  if (!found(at)) return {at, codes};
+  const Tensor& t = p.of[at.tensor];
+  const int number = at.row / TILE, of_head = quotient(number, t.by_scale), before = of_head * t.tiles_of_scale;
+  return {at, codes, (at.batch * t.heads + at.head) * t.scales + of_head, number - before,
+          min(t.tiles_of_scale, (t.length + TILE - 1) / TILE - before)};
 }
 
-// Rows of a head that have one scale: which of all scales it is, and how many tiles have it.
-struct Scale { i64 index; int tiles; };
+DEVICE Work work_of(int ticket, const Params& p) {
+  const int behind = ticket - p.lead, in_turn = 2 * (p.tiles - p.lead);
+  if (behind < 0) return work_on(tile_of(ticket, p), 0, p);
+  if (behind >= in_turn) return work_on(tile_of(behind - in_turn / 2, p), 1, p);
+  return work_on(tile_of(behind % 2 ? behind / 2 : p.lead + behind / 2, p), behind % 2, p);
+}
 
-DEVICE Scale scale_of(const Tile& at, const Tensor& t) {
-  const int tiles = (t.length + TILE - 1) / TILE, scales = (tiles + t.tiles_of_scale - 1) / t.tiles_of_scale;
-  const int of_head = at.row / TILE / t.tiles_of_scale;
-  return {((i64)at.batch * t.heads + at.head) * scales + of_head,
-          min(t.tiles_of_scale, tiles - of_head * t.tiles_of_scale)};
+constexpr u32 INFINITE = 1u << 31;  // beside the bits of a peak: there are infinities, or were
+
+// The largest of a warp's peaks, without that bit, beside it, where any lane has it.
+DEVICE u32 joined(u32 peak, u32 any) {
+  return redux_max(peak) | (__any_sync(~0u, any & INFINITE) ? INFINITE : 0u);
+}
+
+// Where the peaks of tiles lie that share a scale.
+DEVICE u32* peaks_of(const Work& work, const Params& p) {
+  const Tensor& t = p.of[work.tile.tensor];
+  return t.peaks + (i64)work.scale * t.tiles_of_scale;
+}
+
+// The first of them, which are mostly there already: 0 is none.
+struct Seen { u32 first, second; };
+
+DEVICE Seen look(const u32* peaks, int count) {
+  const int lane = threadIdx.x % 32;
+  Seen seen = {1, 1};  // less than any
+  if (lane < count) seen.first = load_relaxed(peaks + lane);
+  if (lane + 32 < count) seen.second = load_relaxed(peaks + lane + 32);
+  return seen;
+}
+
+// The largest of them, at each lane of a warp, when all are there.
+DEVICE u32 await_peaks(const Seen& seen, const u32* peaks, int count) {
+  u32 most = max(seen.first & ~INFINITE, seen.second & ~INFINITE), any = seen.first | seen.second;
+  bool all = count <= 64 && seen.first != 0 && seen.second != 0;
+  while (!__all_sync(~0u, all)) {
+    all = true;
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < count; i += 32) {
+      const u32 peak = load_relaxed(peaks + i);
+      all &= peak != 0;
+      any |= peak;
+      most = max(most, peak & ~INFINITE);
+    }
+    nanosleep(20);
+  }
+  return joined(most, any);
+}
+
+// Hands over the largest finite size of a tile's elements, and that there are others.
+DEVICE void show_peak(Rows& x, u32* peak, Shared& sm, int parity) {
+  u32 most = __float_as_int(largest(x)), any = 0;  // floats above 0 are in the order of their bits
+  if (most == __float_as_int(PLUS_INFINITY)) {
+    lose_infinities(x);
+    most = __float_as_int(largest(x));
+    any = INFINITE;
+  }
+  const u32 of_warp = joined(most, any);
+  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = of_warp;
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    const u32 of_lane = sm.peaks[parity][threadIdx.x % WARPS], of_tile = joined(of_lane & ~INFINITE, of_lane);
+    if (threadIdx.x == 0) store_relaxed(peak, of_tile);
+  }
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_constant__ Params p) {
@@ -358,30 +422,30 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_c
   fetch(sm, sm.work[0].tile, p);
 #pragma unroll 1
   for (int i = 0; found(sm.work[i % 4].tile); ++i) {
-    const Tile& at = sm.work[i % 4].tile;
-    const Tensor& t = p.of[at.tensor];
+    const Work& work = sm.work[i % 4];
     const int ticket = threadIdx.x == 0 ? atom_add(p.ticket, 1) : 0;
+    const bool finds_peak = work.codes && threadIdx.x / 32 == 1;  // while the first warp finds work
+    Seen seen;
+    if (finds_peak) seen = look(peaks_of(work, p), work.sharing);
     Rows x;
-    prepare(x, sm, at, sm.work[(i + 1) % 4].tile, p);
+    prepare(x, sm, work.tile, sm.work[(i + 1) % 4].tile, p);
     if (threadIdx.x == 0) sm.work[(i + 2) % 4] = work_of(ticket, p);
     __syncwarp();  // after a long search thread 0 stayed apart else, and its copies came late
-    if (sm.work[i % 4].codes) {
-      peak_of_lane(x);
-      if (threadIdx.x == 0) {
-        const Scale scale = scale_of(at, t);
-        await_count(&t.seen[scale.index], scale.tiles);
-        const u32 peak = sm.peaks[i % 2][0] = t.peaks[scale.index];
-        if (at.row / TILE % t.tiles_of_scale == 0) t.descales[scale.index] = __int_as_float(peak) / LARGEST;
+    if (work.codes) {
+      if (finds_peak) {
+        const u32 peak = await_peaks(seen, peaks_of(work, p), work.sharing);
+        if (threadIdx.x == 32) {
+          sm.peaks[i % 2][0] = peak;
+          if (work.own == 0) p.of[work.tile.tensor].descales[work.scale] = __int_as_float(peak & ~INFINITE) / LARGEST;
+        }
       }
       __syncthreads();
-      store(x, __int_as_float(sm.peaks[i % 2][0]), sm, at, t);
+      const Tensor& t = p.of[work.tile.tensor];
+      const u32 peak = sm.peaks[i % 2][0];
+      if (peak & INFINITE) lose_infinities(x);
+      store(x, __int_as_float(peak & ~INFINITE), sm, work.tile, t);
     } else {
-      const float peak = peak_of_tile(x, sm, i % 2);
-      if (threadIdx.x == 0) {
-        const i64 scale = scale_of(at, t).index;
-        red_max(&t.peaks[scale], __float_as_int(peak));
-        red_add_release(&t.seen[scale], 1);
-      }
+      show_peak(x, peaks_of(work, p) + work.own, sm, i % 2);
     }
   }
 }
