@@ -244,7 +244,7 @@ def test_every_kernel_of_a_menu_passes_the_gates(spec, head_dim, dtype):
 @pytest.mark.slow
 @pytest.mark.parametrize("q_len", [40, 130])
 def test_bits_have_no_rows_beyond_the_last_query(q_len):
-    """A table of no size that is declared is read within it; the bits that are made of it have as many rows as queries."""
+    """A table of no declared size is read within it; the bits that are made of it have as many rows as queries."""
     table = fg.tensor("table", (None, None), "bool", example=lambda problem, rng: rng.random((140, 140)) > 0.4)
     looked_up = fg.variant(lambda b, h, q, k: table[q, k], name="looked_up")
     w = work(looked_up, "hopper", q_len=q_len, kv_len=q_len, q_stages=2)

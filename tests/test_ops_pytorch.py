@@ -11,6 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.checkpoint import checkpoint
 
 import flashgen as fg
+from flashgen.compat.flash_attn import flash_attn_func, flash_attn_with_kvcache
 from flashgen.errors import LaunchError
 from flashgen.ops import library
 from flashgen.ops.call import Call
@@ -160,6 +161,59 @@ def test_an_exported_model(strict):
     again = torch.export.load(file).module()
     for lengths in ((6, 7), (9, 3)):
         assert torch.equal(again(*tensors(*lengths)), model(*tensors(*lengths)))
+
+
+class Called(torch.nn.Module):
+    """A call of q and k, as a module."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.call = call
+
+    def forward(self, q, k):
+        return self.call(q, k, k)
+
+
+def of_sequences(q, k, v):
+    """One sequence, whose bounds are the sizes of its tensors."""
+    q, k = (x[0].transpose(0, 1) for x in (q, k))
+    starts = [torch.tensor([0, 1], dtype=torch.int32) * x.shape[0] for x in (q, k)]
+    return fg.attention_varlen(q, k, k, full, *starts, max_seqlen_q=q.shape[0], max_seqlen_k=k.shape[0])
+
+
+#: Calls, of which one has no number, and the others numbers that follow from a size.
+SIZED = {
+    "no number": lambda q, k, v: fg.attention(q, k, v, full),
+    "a position": lambda q, k, v: fg.attention(q, k, v, windowed, window=3, q_offset=k.shape[2] - q.shape[2]),
+    "a parameter": lambda q, k, v: fg.attention(q, k, v, windowed, window=k.shape[2] // 2),
+    "a scale": lambda q, k, v: fg.attention(q, k, v, full, scale=1 / k.shape[2]),
+    "a number of blocks": lambda q, k, v: fg.attention(q, k, v, full, kv_splits=k.shape[2] // 8 + 1),
+    "bounds of lengths": of_sequences,
+    "keys of a cache": lambda q, k, v: flash_attn_with_kvcache(
+        *(x.transpose(1, 2) for x in (q, k, v)), cache_seqlens=k.shape[2] - 1
+    ),
+    "a window": lambda q, k, v: flash_attn_func(
+        *(x.transpose(1, 2) for x in (q, k, v)), window_size=(k.shape[2] // 3, 0)
+    ),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.sampled("no number", "a position", "bounds of lengths")
+@pytest.mark.parametrize("name", SIZED)
+def test_an_exported_call_of_sizes(name):
+    """Traced without Dynamo, which hides that a size is no number yet."""
+    model = Called(SIZED[name])
+    queries, keys = torch.export.Dim("queries", min=2, max=99), torch.export.Dim("keys", min=2, max=99)
+    q, k, _ = tensors(5, 9)
+    exported = torch.export.export(model, (q, k), dynamic_shapes=({2: queries}, {2: keys}))
+    file = io.BytesIO()
+    torch.export.save(exported, file)
+    file.seek(0)
+    again = torch.export.load(file).module()
+    for lengths in ((5, 9), (3, 40)):
+        q, k, _ = tensors(*lengths)
+        assert torch.equal(again(q, k), model(q, k))
 
 
 @pytest.mark.nightly(sibling="test_an_exported_model")

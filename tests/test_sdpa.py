@@ -252,6 +252,22 @@ def test_a_mask_is_read_by_its_own_dimensions(shape, own):
     )
 
 
+@pytest.mark.parametrize("by", ["backward", "transform"])
+def test_each_element_of_an_expanded_mask_has_its_gradient(by):
+    """What one element in memory stands for is many elements of the mask that was given."""
+    q, k, v = tensors(SHAPES["square"])
+    mask = torch.randn(q.shape[2], k.shape[2]).expand(*q.shape[:2], -1, -1)
+
+    def gradient(attend):
+        if by == "transform":
+            return torch.func.grad(lambda given: attend(q, k, v, given).square().sum())(mask)
+        given = mask.detach().requires_grad_()
+        return torch.autograd.grad(attend(q, k, v, given).square().sum(), given)[0]
+
+    found, wanted = gradient(scaled_dot_product_attention), gradient(F.scaled_dot_product_attention)
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=2e-5)
+
+
 @pytest.mark.parametrize("flag", ["no", [0], torch.tensor(False), 1])
 @pytest.mark.parametrize("name", ["is_causal", "enable_gqa"])
 def test_flags_are_flags(name, flag):

@@ -175,8 +175,8 @@ class VariantCode:
     distances   of q and k as floats, by the names that `score` is given them by
     rows      elements of rows of keys that `score` is given
     in_powers   `score` gives powers of two, of products times log2(e)
-    clamp_q, clamp_k   the position selects a captured element that is read as it is, or a row of bits: lanes outside the
-                     problem must be led back inside
+    clamp_q, clamp_k   the position selects a captured element that is read as it is, or a row of bits: lanes outside
+                     the problem must be led back inside
     long_keep, long_score   more than a few operations: they run 16 keys at a time, so that registers suffice
     sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0

@@ -21,7 +21,7 @@ from flashgen.lang.functions import absolute, kv_len, q_len, tanh
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops.attention import attention, attention_varlen
-from flashgen.ops.values import no_flag, no_number, no_tensor
+from flashgen.ops.values import SYMBOLS, no_flag, no_number, no_tensor, whole
 
 FULL = load_spec("full")
 CAUSAL = load_spec("causal_bottom_right")
@@ -133,9 +133,9 @@ def flash_attn_with_kvcache(
 
 def _lengths(given: Any, q: torch.Tensor, k_cache: Any, *, paged: bool) -> Any:
     """The keys of each sequence, of one number for all; LaunchError where a cache has no room for it."""
-    if not isinstance(given, (int, numbers.Integral)):
+    if not isinstance(given, (int, torch.SymInt, numbers.Integral)):
         return given
-    count, room = int(given), None if paged or not isinstance(k_cache, torch.Tensor) else k_cache.shape[1]
+    count, room = whole(given), None if paged or not isinstance(k_cache, torch.Tensor) else k_cache.shape[1]
     if count < 0 or (room is not None and count > room):
         raise LaunchError(
             f"cache_seqlens is {count}: it is 0 to {'the keys of a cache' if room is None else room}\n"
@@ -270,7 +270,7 @@ def bounded(most: Any, block_table: Any, k: Any) -> Any:
 
 
 def _real(x: object) -> bool:
-    return isinstance(x, (int, float, numbers.Real))
+    return isinstance(x, (*SYMBOLS, int, float, numbers.Real))
 
 
 def rule_of(

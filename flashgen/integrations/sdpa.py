@@ -59,10 +59,11 @@ DTYPES = frozenset(dtype for dtype, _ in MASKED)
 
 def kind(mask: torch.Tensor) -> tuple[Kind, torch.Tensor]:
     """Of a mask [batch, heads, q_len, kv_len], each of them its own or 1: what it is, and a view without the dimensions
-    along which it is the same, because it has one element there or was expanded."""
+    along which it is the same, because it has one element there or was expanded.  Each element that was expanded has a
+    gradient of its own."""
     own: list[int] = []
     for i in reversed(range(3)):
-        if mask.shape[i] == 1 or (mask.shape[i] > 1 and mask.stride(i) == 0):
+        if mask.shape[i] == 1 or (mask.shape[i] > 1 and mask.stride(i) == 0 and not mask.requires_grad):
             mask = mask.select(i, 0)
         else:
             own.insert(0, i)

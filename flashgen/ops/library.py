@@ -20,12 +20,13 @@ from flashgen.ops.forward import outputs, run
 from flashgen.ops.out import WITH_GRADIENTS
 from flashgen.ops.sinks import with_given_sink
 from flashgen.ops.tracing import sharded, traced, transformed
-from flashgen.ops.values import WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
+from flashgen.ops.values import SYMBOLS, WORD, no_flag, no_number, no_seed, no_tensor, no_variant, too_long
 
 #: What a call has beside q, k and v.  Tensors and numbers travel as parallel lists of names and values, where None
-#: stands for no tensor: a package of AOTInductor hands no empty list of them over.  Scale and dropout, where they are
-#: given, are numbers too.  `state` is the seed and the offset of what is dropped.
-_GIVEN = "str variant, str[] tensor_names, Tensor[]? tensors, str[] names, Scalar[] numbers"
+#: stands for no value: a package of AOTInductor hands no empty list of tensors over, and torch.export saves none of
+#: numbers.  Scale and dropout, where they are given, are numbers too.  `state` is the seed and the offset of what is
+#: dropped.
+_GIVEN = "str variant, str[] tensor_names, Tensor[]? tensors, str[] names, Scalar[]? numbers"
 _LAST = "Tensor? state, bool deterministic"
 
 #: `symbols` are the numbers that a graph does not know when it is made: float64 scalars on the CPU.
@@ -87,7 +88,7 @@ class _Arguments(NamedTuple):
     tensor_names: Sequence[str]
     tensors: Sequence[torch.Tensor] | None
     names: Sequence[str]
-    numbers: Sequence[float]
+    numbers: Sequence[float] | None
     symbol_names: Sequence[str]
     symbols: Sequence[torch.Tensor] | None
     state: torch.Tensor | None
@@ -142,7 +143,9 @@ def _traced_call(q: torch.Tensor, call: Call, dropout: float, seed: int | None) 
     return *_lists(call, p), state, call.deterministic
 
 
-def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tensor] | None, list[str], list[float]]:
+def _lists(
+    call: Call, p: float | None
+) -> tuple[str, list[str], list[torch.Tensor] | None, list[str], list[float] | None]:
     """_GIVEN of a call that drops by the chance p, if any."""
     call, tensors = call.apart()
     numbers = {**call.named}
@@ -150,7 +153,8 @@ def _lists(call: Call, p: float | None) -> tuple[str, list[str], list[torch.Tens
         numbers["scale"] = call.scale
     if p is not None:
         numbers["dropout"] = p
-    return call.variant.token, list(tensors), list(tensors.values()) or None, list(numbers), list(numbers.values())
+    values = list(tensors.values()) or None, list(numbers.values()) or None
+    return call.variant.token, list(tensors), values[0], list(numbers), values[1]
 
 
 def _wrong(call: Call, dropout: object, seed: object) -> str | None:
@@ -163,8 +167,8 @@ def _wrong(call: Call, dropout: object, seed: object) -> str | None:
     if isinstance(seed, bool) or not isinstance(seed, int) or not -(1 << 63) <= seed <= WORD:
         texts.append(no_seed(seed))
     for name, value in named.items():
-        title = f"{name!r} of {variant.name!r}"
-        if not isinstance(value, (int, float, torch.Tensor)):
+        title = f"{name.rpartition('.')[2]!r} of {variant.name!r}"
+        if not isinstance(value, (*SYMBOLS, int, float, torch.Tensor)):
             kind = type(value).__name__
             texts.append(f"{title} is a {kind}: parameters are numbers and captured tensors are torch.Tensors")
         texts.append(too_long(title, value))
@@ -231,14 +235,14 @@ def _with_symbols(*given: Any) -> tuple[Any, ...]:
     variant, tensor_names, tensors, names, numbers, state, deterministic = given
     known: dict[str, float] = {}
     symbols: dict[str, torch.Tensor] = {}
-    for name, number in zip(names, numbers, strict=True):
+    for name, number in zip(names, numbers or (), strict=True):
         if isinstance(number, torch.SymFloat):
             # A product, because torch turns the arithmetic of such a float and a tensor into that of two tensors.
             one: Any = torch.ones((), dtype=torch.float64, device="cpu")
             symbols[name] = one * number
         else:
             known[name] = number
-    lists = (list(known), list(known.values()), list(symbols), list(symbols.values()) or None)
+    lists = (list(known), list(known.values()) or None, list(symbols), list(symbols.values()) or None)
     return variant, tensor_names, tensors, *lists, state, deterministic
 
 
@@ -259,7 +263,7 @@ def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.
 
 def _call_of(rest: _Arguments) -> Call:
     """The call of a graph that runs: its variant found, its symbols read, its dropout checked."""
-    names, values = (*rest.tensor_names, *rest.names), (*(rest.tensors or ()), *rest.numbers)
+    names, values = (*rest.tensor_names, *rest.names), (*(rest.tensors or ()), *(rest.numbers or ()))
     named: dict[str, Any] = dict(zip(names, values, strict=True))
     named |= {name: symbol.item() for name, symbol in zip(rest.symbol_names, rest.symbols or (), strict=True)}
     scale, p = named.pop("scale", None), named.pop("dropout", 0.0)

@@ -103,12 +103,12 @@ def refuse_gradients(variant: Variant, named: Mapping[str, Any]) -> None:
         )
 
 
-def position(first: object) -> int | torch.Tensor:
+def position(first: object) -> Any:
     """Where the first query sits, AT_END for "end", as graphs hold no words.  Raises LaunchError for anything else."""
     if isinstance(first, str) and first == "end":
         return AT_END
     first = whole(first)
-    if not isinstance(first, (int, torch.Tensor)) or isinstance(first, bool):
+    if not isinstance(first, (int, torch.SymInt, torch.Tensor)) or isinstance(first, bool):
         raise LaunchError(
             f'q_offset is {shown(first)}: it is a position, an int32 tensor [batch] of them, or "end"\n'
             '  nearest: q_offset="end", which puts the last query beside the last key'

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
+
 from flashgen.errors import LaunchError
 from flashgen.ops.values import no_flag, whole
 from flashgen.planning.division import check_splits, check_together
@@ -25,5 +27,6 @@ def joined(named: dict[str, Any], kv_splits: object, invariant: object = False) 
     if kv_splits is None:
         return named
     kv_splits = whole(kv_splits)
-    check_splits(kv_splits)
+    if not isinstance(kv_splits, torch.SymInt):  # else when the graph runs
+        check_splits(kv_splits)
     return {**named, SPLITS: kv_splits}

@@ -32,9 +32,13 @@ def no_tensor(name: str, value: object) -> str:
     return f"{name} is a {type(value).__name__}, not a torch.Tensor"
 
 
+#: What stands for a number that a graph does not know when it is made, unless torch.compile hides it.
+SYMBOLS = (torch.SymInt, torch.SymFloat)
+
+
 def no_number(name: str, value: object) -> str | None:
     """What is wrong with a value of a name that wants a number."""
-    if isinstance(value, (int, float)) and not isinstance(value, bool):
+    if isinstance(value, (*SYMBOLS, int, float)) and not isinstance(value, bool):
         return None
     cure = f" ({name}.item() reads a tensor's value)" if isinstance(value, torch.Tensor) else ""
     return f"{name} is a {type(value).__name__} and must be a number{cure}"
