@@ -140,3 +140,13 @@ def test_a_compiled_model_and_opcheck():
     assert torch.equal(torch.compile(attend, fullgraph=True)(q, k, v), attend(q, k, v))
     arguments = (q, k, v, full.token, [], None, ["call.kv_splits"], [8], [], None, None, False)
     torch.library.opcheck(torch.ops.flashgen.attention.default, arguments)
+
+
+@pytest.mark.parametrize("kv_len", [0, 90, 3 * 128 - 7])
+def test_parts_without_a_key_of_a_mask_that_hides_nothing(kv_len):
+    """Every tile of keys is visited, and some parts have none: nobody waits for it."""
+    hides_nothing = fg.variant(lambda b, h, q, k: abs(q - k) >= 0, name="hides_nothing")
+    q, k, v = (torch.randn(2, 4, n, 64, device=DEVICE, dtype=torch.bfloat16) for n in (5, kv_len, kv_len))
+    for splits in (1, 2, 5):
+        o = fg.attention(q, k, v, hides_nothing, kv_splits=splits)
+        torch.testing.assert_close(o, fg.attention(q, k, v, load_spec("full"), kv_splits=splits), atol=0, rtol=0)
