@@ -9,10 +9,6 @@ typedef long long i64;
 typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
-// ---------------------------------------------------------------- fewer registers kept through a loop
-// Indices of thread and block, read anew at each use.
-DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
-
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -176,11 +172,11 @@ template <int CHUNKS_OF_ONE, int COUNT> DEVICE bool is_one_of(int of_warp, int i
 DEVICE void fetch(Shared& sm, const Tile& at, const Params& p) {
   if (found(at)) {
     const Tensor& t = p.of[at.tensor];
-    const int thread = thread_index(), of_warp = thread % 32 / ROW_CHUNKS, chunk = thread % 32 % ROW_CHUNKS;
+    const int thread = threadIdx.x, of_warp = thread % 32 / ROW_CHUNKS, chunk = thread % 32 % ROW_CHUNKS;
     const int row = at.row + thread / 32 * ROWS + of_warp;
     const u16* source = t.x + at.batch * t.x_batch + at.head * t.x_head + row * t.x_row + chunk * 8;
     const u32 to = shared_address(sm.x[thread / 32]) + (of_warp * PITCH + chunk) * 16;
-#pragma unroll 
+#pragma unroll
     for (int i = 0; i < ROWS; i += ROWS_AT_ONCE) {
       const bool there = row + i < t.length;
       if (is_one_of<ROW_CHUNKS, ROWS>(of_warp, i)) cp_async_16(to + i * PITCH * 16, there ? source + i * t.x_row : t.x, there);
@@ -318,7 +314,7 @@ DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const T
     *(uint2*)(codes + threadIdx.x % 32 / LANES * CODES_PITCH + column(i)) = stored;
   }
   __syncwarp();
-  const int thread = thread_index(), of_warp = thread % 32 / (ROW_CHUNKS / 2);
+  const int thread = threadIdx.x, of_warp = thread % 32 / (ROW_CHUNKS / 2);
   const int column = thread % 32 % (ROW_CHUNKS / 2) * 16, row = at.row + thread / 32 * ROWS + of_warp;
   unsigned char* to = t.codes + at.batch * t.codes_batch + at.head * t.codes_head + row * t.codes_row + column;
   codes += of_warp * CODES_PITCH + column;
