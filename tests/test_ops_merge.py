@@ -82,7 +82,9 @@ def test_gradients_with_empty_rows():
     torch.autograd.gradcheck(merge, [t.detach().clone().requires_grad_() for t in finite])
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
 def test_what_does_not_belong_together():
+    strided = torch.nested.nested_tensor([torch.zeros(2, 3, 4)])
     o, lse = torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3)
     for arguments, message in [
         ((o, lse, o[..., :2], lse), r"o1 is float32 \[1, 2, 3, 4\] and o2 float32 \[1, 2, 3, 2\]"),
@@ -98,6 +100,10 @@ def test_what_does_not_belong_together():
         ((o[0], lse[0], o[0], lse[0]), r"both are \[batch, heads, q_len, v_head_dim\]"),
         ((o, lse.int(), o, lse), r"lse1 is int32"),
         ((o, lse, None, lse), r"o2 is a NoneType, not a tensor"),
+        ((strided, lse, strided, lse), r"o1 is nested with layout torch.strided: .*\n  nearest: layout=torch.jagged"),
+        ((o, lse, o, strided), r"lse2 is nested with layout torch.strided"),
+        ((o, lse, o.to_sparse(), lse), r"o2 is sparse_coo: .*\n  nearest: o2.to_dense"),
+        ((o, lse.to_mkldnn(), o, lse.to_mkldnn()), r"lse1 is _mkldnn: .*\n  nearest: lse1.to_dense"),
     ]:
         with pytest.raises(LaunchError, match=message):
             merge(*arguments)

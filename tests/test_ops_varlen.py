@@ -114,6 +114,25 @@ def test_other_shapes_are_refused():
         fg.attention_varlen(q[None], k, v, causal, Q, K, max_seqlen_q=7)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
+def test_nested_and_sparse_tensors_are_refused():
+    q, k, v = draw()
+    given = causal, Q, K
+    nested = [torch.nested.nested_tensor([torch.zeros(shape)] * 2) for shape in ((5, 32), (4, 5, 32))]
+    nested.append(torch.nested.nested_tensor([torch.zeros(5, 4, 32)] * 2, layout=torch.jagged))
+    for x in nested:
+        for arguments in ((x, x, x), (q, x, v)):
+            with pytest.raises(
+                LaunchError, match=r" is nested: .*\n  nearest: attention\(\) of q, k and v with layout="
+            ):
+                fg.attention_varlen(*arguments, *given, max_seqlen_q=7)
+        with pytest.raises(LaunchError, match=r"out is nested: .*\n  nearest: a dense out, or none"):
+            fg.attention_varlen(q, k, v, *given, max_seqlen_q=7, out=x)
+    for x in (v.to_sparse(), v.to_sparse_csr(), v.to_mkldnn()):
+        with pytest.raises(LaunchError, match=r"v is .*: attention takes dense tensors\n  nearest: v.to_dense"):
+            fg.attention_varlen(q, k, x, *given, max_seqlen_q=7)
+
+
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_gradients_on_a_cpu(deterministic):
     q, k, v = draw()

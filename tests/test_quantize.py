@@ -240,6 +240,18 @@ def test_refusals(change, options, error, says):
         flashgen.quantize(q, k, v[:, :, change.get("rows", 0) :], **options)
 
 
+@pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
+def test_nested_and_sparse_tensors_are_refused():
+    q, k, v = inputs(20)
+    starts = {"cu_seqlens_q": torch.tensor([0, 20], dtype=torch.int32), "max_seqlen_q": 20}
+    nested = torch.nested.nested_tensor(list(q))
+    for options in ({}, starts):
+        with pytest.raises(LaunchError, match=r"q is nested: .*\n  nearest: layout=torch.jagged for all three"):
+            flashgen.quantize(nested, nested, nested, **options)
+        with pytest.raises(LaunchError, match=r"q is sparse_coo: .*\n  nearest: q.to_dense"):
+            flashgen.quantize(q.float().to_sparse(), k, v, **options)
+
+
 # -- the emitted kernels
 
 

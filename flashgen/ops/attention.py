@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import autograd, float8, library, nested, splits
-from flashgen.ops.call import Call
+from flashgen.ops.call import Call, check_layout
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.out import IN_A_TRANSFORM, WITH_GRADIENTS
@@ -211,11 +211,8 @@ def attention_varlen(
     for name, x in (*given, *((("out", out),) if out is not None else ())):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(no_tensor(name, x))
-        if x.dim() != 3:
-            raise LaunchError(
-                f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
-                "  nearest: attention() for [batch, heads, seqlen, head_dim]"
-            )
+        if x.is_nested or x.layout != torch.strided or x.dim() != 3:
+            _refuse_rows(name, x)
     k, v = heads_first(k, v, page_layout, page_table)
     if paged:
         own = in_pages(cu_seqlens_q, cu_seqlens_k, kv_lengths, page_table, max_seqlen_q)
@@ -241,6 +238,21 @@ def attention_varlen(
     if isinstance(found, tuple):
         return found[0].squeeze(0).transpose(0, 1), found[1].squeeze(0)
     return found.squeeze(0).transpose(0, 1)
+
+
+def _refuse_rows(name: str, x: torch.Tensor) -> NoReturn:
+    """Raise LaunchError for a tensor that attention_varlen does not take."""
+    if x.is_nested:
+        cure = "a dense out, or none" if name == "out" else "attention() of q, k and v with layout=torch.jagged"
+        raise LaunchError(
+            f"{name} is nested: attention_varlen takes [rows, heads, head_dim], sequences behind each other\n"
+            f"  nearest: {cure}"
+        )
+    check_layout(name, name, x)
+    raise LaunchError(
+        f"{name} has {x.dim()} dimensions {list(x.shape)}: attention_varlen takes [rows, heads, head_dim]\n"
+        "  nearest: attention() for [batch, heads, seqlen, head_dim]"
+    )
 
 
 def _nested(

@@ -196,13 +196,9 @@ def _check_tensor(name: str, tensor: object) -> None:
 
 def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
     """Raise LaunchError for a tensor whose memory does not hold its elements as they are."""
+    check_layout(title, name, tensor)
     what = cure = None
-    if tensor.is_nested:
-        what, cure = "nested: attention takes dense tensors", f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
-    elif tensor.layout != torch.strided:
-        layout = str(tensor.layout).removeprefix("torch.")
-        what, cure = f"{layout}: attention takes dense tensors", f"{name}.to_dense(), a copy"
-    elif tensor.is_quantized:
+    if tensor.is_quantized:
         what, cure = f"quantised ({_dtype(tensor)}): attention takes floats", f"{name}.dequantize(), a copy"
     elif tensor.is_neg():
         what, cure = (
@@ -216,6 +212,19 @@ def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
         what, cure = f"a {kind} beside others that are none: all are, or none is", "one kind of q, k, v and captures"
     if what is not None:
         raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
+
+
+def check_layout(title: str, name: str, tensor: torch.Tensor) -> None:
+    """Raise LaunchError for a tensor that is nested or sparse, whose shape and strides may not be asked for."""
+    if tensor.is_nested:
+        what, cure = "nested: attention takes dense tensors", f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
+        if title in ("q", "k", "v"):
+            what = "nested: q, k and v are all nested with layout torch.jagged, or all dense"
+            cure = f"layout=torch.jagged for all three, or {cure}"
+        raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
+    if tensor.layout != torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise LaunchError(f"{title} is {layout}: attention takes dense tensors\n  nearest: {name}.to_dense(), a copy")
 
 
 def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashgen.errors import LaunchError
+from flashgen.ops.call import check_layout
 
 #: What attention() gives.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -44,6 +45,13 @@ def _check(o1: torch.Tensor, lse1: torch.Tensor, o2: torch.Tensor, lse2: torch.T
     for name, tensor in named.items():
         if not isinstance(tensor, torch.Tensor):
             raise LaunchError(f"merge: {name} is a {type(tensor).__name__}, not a tensor")
+        if tensor.is_nested and tensor.layout == torch.strided:
+            raise LaunchError(
+                f"merge: {name} is nested with layout torch.strided: all four are dense, or nested with layout"
+                " torch.jagged\n  nearest: layout=torch.jagged, of which attention gives such o and lse"
+            )
+        if not tensor.is_nested:
+            check_layout(f"merge: {name}", name, tensor)
         if tensor.device != o1.device:
             raise LaunchError(f"merge: o1 is on {o1.device} and {name} on {tensor.device}: move one to the other")
     if o1.shape != o2.shape or o1.dtype != o2.dtype or o1.dim() != 4:

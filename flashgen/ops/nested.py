@@ -43,7 +43,8 @@ def apart(name: str, nested: Any) -> Jagged:
     if nested.lengths() is not None:
         raise LaunchError(
             f"{name} is nested with holes between its sequences, whose rows lie behind each other\n"
-            f"  nearest: {name}.contiguous(), a copy, or attention with q_lengths and kv_lengths"
+            f"  nearest: {name}.transpose(1, 2).contiguous().transpose(1, 2), a copy, or attention with q_lengths and"
+            " kv_lengths"
         )
     rows = nested.values().transpose(0, 1)
     longest = getattr(nested, "_maybe_max_seqlen", None)

@@ -10,6 +10,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.ops import sequences
+from flashgen.ops.call import check_layout
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import BOUNDS, PADDED, VARLEN, Sequences, places
 from flashgen.ops.values import no_tensor
@@ -121,6 +122,7 @@ def in_heads(name: str, x: object) -> torch.Tensor:
     """Rows [rows, heads, head_dim] as [1, heads, rows, head_dim]; LaunchError for anything else."""
     if not isinstance(x, torch.Tensor):
         raise LaunchError(no_tensor(name, x))
+    check_layout(name, name, x)
     if x.dim() != 3:
         raise LaunchError(
             f"{name} has {x.dim()} dimensions {list(x.shape)}: beside cu_seqlens_q it is [rows, heads, head_dim]\n"

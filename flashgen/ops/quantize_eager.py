@@ -14,7 +14,7 @@ from flashgen.codegen.quantize import SIGN_WORDS, pack
 from flashgen.errors import LaunchError
 from flashgen.ops import nested, own_rows
 from flashgen.ops import rope as ropes
-from flashgen.ops.call import check_rows
+from flashgen.ops.call import check_layout, check_rows
 from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import Sequences
@@ -137,6 +137,8 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quan
 
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
+        if isinstance(x, torch.Tensor):
+            check_layout(name, name, x)
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             cure = f"{name}.unsqueeze(0), or cu_seqlens_q and max_seqlen_q for sequences behind each other"
             joined = isinstance(x, torch.Tensor) and x.dim() == 3
