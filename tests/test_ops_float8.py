@@ -178,6 +178,9 @@ def test_dtensors_are_refused(nothing_runs, tmp_path):
         whole = [DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in (X.q, X.k, X.v)]
         with pytest.raises(FlashgenError, match="DTensors are not served in 8 bits"):
             fg.attention(*whole, CAUSAL, **X.descales)
+        of_16_bits = [DTensor.from_local(x, mesh, [Replicate()], run_check=False) for x in drawn(q_len=4, kv_len=4)]
+        with pytest.raises(FlashgenError, match="DTensors are not served in 8 bits"):
+            fg.quantize(*of_16_bits)
     finally:
         torch.distributed.destroy_process_group()
 

@@ -290,6 +290,13 @@ def test_dropout_under_vmap_is_drawn_once():
     assert torch.equal(got[0], dropped(q, seed=3))
 
 
+def test_functionalize_is_refused():
+    q, k, v = tensors()
+    functionalized = torch.func.functionalize(banded)
+    for call in (functionalized, torch.func.grad(lambda *x: functionalized(*x).sum()), make_fx(functionalized)):
+        refused(r"^torch.func.functionalize has no rule .*\n  nearest: .* make_fx", lambda f=call: f(q, k, v))
+
+
 def test_a_gradient_of_a_gradient_is_refused_under_torch_func():
     q, k, v = tensors()
     inner = torch.func.grad(lambda q: banded(q, k, v).square().sum())

@@ -252,6 +252,22 @@ def test_nested_and_sparse_tensors_are_refused():
             flashgen.quantize(q.float().to_sparse(), k, v, **options)
 
 
+@pytest.mark.parametrize(
+    "transform",
+    [
+        lambda f, q: torch.func.vmap(f)(q[None]),
+        lambda f, q: torch.func.grad(lambda q: f(q).sum())(q),
+        lambda f, q: torch.func.jvp(f, (q,), (q,)),
+        lambda f, q: torch.func.functionalize(f)(q),
+    ],
+    ids=["vmap", "grad", "jvp", "functionalize"],
+)
+def test_transforms_of_torch_func_are_refused(transform):
+    q, k, v = inputs(20)
+    with pytest.raises(LaunchError, match=r"^transforms of torch.func \(.*\n  nearest: the call outside of them"):
+        transform(lambda q: flashgen.quantize(q, k, v).q_descale, q)
+
+
 # -- the emitted kernels
 
 

@@ -27,9 +27,16 @@ from flashgen.ops.sequences import (
     refuse_gradients,
 )
 from flashgen.ops.sinks import with_given_sink
-from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, sharded, traced, transformed
+from flashgen.ops.tracing import any_autocast, any_requires_grad, autocast, functionalized, sharded, traced, transformed
 from flashgen.ops.values import no_flag, no_tensor, of_numpy, whole
 from flashgen.tuples import new
+
+#: What a call is told inside of torch.func.functionalize.
+FUNCTIONALIZED = (
+    "torch.func.functionalize has no rule for functions with a gradient of their own, and attention is one\n"
+    "  nearest: the call outside of it, or make_fx or torch.compile without it: there a call is one op that changes no"
+    " tensor"
+)
 
 
 def attention(
@@ -320,6 +327,8 @@ def _attend(
     if compiling or any_autocast():
         q, k, v = autocast(q, k, v)
     under_transform = not compiling and transformed()
+    if under_transform and functionalized():
+        raise LaunchError(FUNCTIONALIZED)
     if compiling or (not under_transform and traced(q, k, v)):
         call = Call(variant, scale, named, deterministic=deterministic)
         if sharded(q, k, v):

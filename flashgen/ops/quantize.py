@@ -7,11 +7,17 @@ from dataclasses import replace
 import torch
 
 from flashgen.errors import LaunchError, shown
-from flashgen.ops import nested, own_rows, quantize_library
+from flashgen.ops import float8, nested, own_rows, quantize_library
 from flashgen.ops import rope as ropes
 from flashgen.ops.quantize_eager import Asked, Quantized, run
-from flashgen.ops.tracing import traced
+from flashgen.ops.tracing import of_torch_func, sharded, traced
 from flashgen.ops.values import whole
+
+#: What a call is told inside of a transform of torch.func.
+IN_A_TRANSFORM = (
+    "transforms of torch.func (vmap, grad, jvp) do not hold quantize, as they do not hold attention in 8 bits\n"
+    "  nearest: the call outside of them, or attention of q, k and v of 16 bits"
+)
 
 
 def quantize(
@@ -82,7 +88,11 @@ def quantize(
         return _nested(q, k, v, asked)
     own_rows.check_together(named)
     if torch.compiler.is_compiling() or (isinstance(q, torch.Tensor) and traced(q, k, v)):
+        if sharded(q, k, v):
+            raise LaunchError(float8.SHARDED)
         return quantize_library.through_op(q, k, v, asked)
+    if of_torch_func():
+        raise LaunchError(IN_A_TRANSFORM)
     return run(q, k, v, asked)
 
 

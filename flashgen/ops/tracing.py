@@ -9,6 +9,9 @@ from torch.autograd import forward_ad
 _transforms, _modes = torch._C._are_functorch_transforms_active, torch._C._len_torch_dispatch_stack
 _Tensor = torch.Tensor
 
+#: Whether a transform of torch.func is under way.
+of_torch_func = _transforms
+
 #: Whether some torch.autocast is under way, on any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
 
@@ -24,6 +27,14 @@ any_requires_grad = getattr(torch._C, "_any_requires_grad", _one_requires_grad)
 def transformed() -> bool:
     """Whether a torch.func transform or forward-mode AD is under way, which sees autograd.Functions alone."""
     return _transforms() or forward_ad._current_level >= 0
+
+
+def functionalized() -> bool:
+    """Whether a torch.func.functionalize is under way."""
+    functorch = torch._C._functorch
+    return _transforms() and any(
+        level.key() == functorch.TransformType.Functionalize for level in functorch.get_interpreter_stack()
+    )
 
 
 def drawn_for_each() -> bool:
