@@ -4,6 +4,7 @@ import itertools
 import math
 import re
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -180,6 +181,18 @@ WRONG = [
     ((torch.zeros(8), torch.zeros(6, 8), torch.zeros(6, 8)), {}, "query is [8]: it is [..., seqlen, head_dim]"),
     ((None, *SQUARE[1:]), {}, "query is a NoneType"),
     ((SQUARE[0], SQUARE[1].half(), SQUARE[2]), {}, "q is float32 and k float16"),
+    (
+        (SQUARE[0].to_sparse(), *SQUARE[1:]),
+        {},
+        "query is sparse_coo: flashgen takes dense tensors\n  nearest: query.to_d",
+    ),
+    ((*SQUARE[:2], SQUARE[2].to_mkldnn()), {}, "value is _mkldnn: flashgen takes dense tensors"),
+    ((*SQUARE, torch.ones(6, 6).to_sparse()), {}, "attn_mask is sparse_coo: flashgen takes dense tensors"),
+    (
+        (*SQUARE,),
+        {"is_causal": np.True_},
+        f"is_causal is a numpy.{np.bool_.__name__} and must be True or False\n  near",
+    ),
     ((*SQUARE, torch.zeros(6, 6, device="meta")), {}, "'attn_mask' of 'attn_bias' is on meta and q on cpu"),
 ]
 
@@ -194,6 +207,22 @@ def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.zeros(2, 3, 8)], layout=torch.jagged)
     with pytest.raises(FlashgenError, match="query is nested: flashgen takes dense tensors"):
         scaled_dot_product_attention(nested, nested, nested)
+    with pytest.raises(FlashgenError, match="attn_mask is nested: flashgen takes dense tensors"):
+        scaled_dot_product_attention(*SQUARE, torch.nested.nested_tensor([torch.zeros(6, 6)]))
+
+
+@pytest.mark.parametrize("shapes", ["square", "2-D", "5-D", "broadcast"])
+def test_rows_that_do_not_lie_side_by_side_are_copied(shapes):
+    leaves = tensors(SHAPES[shapes])
+    for lay in (lambda x: x.mT.contiguous().mT, lambda x: x.repeat_interleave(2, -1)[..., ::2], lambda x: x[..., :1]):
+        given = [lay(x) for x in leaves]
+        for which in ((0,), (1, 2), (0, 1, 2)):
+            q, k, v = (x if i in which else x.contiguous() for i, x in enumerate(given))
+            compare(
+                lambda given=(q, k, v): scaled_dot_product_attention(*given),
+                lambda given=(q, k, v): F.scaled_dot_product_attention(*given),
+                leaves,
+            )
 
 
 def test_the_last_backend():

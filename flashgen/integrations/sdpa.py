@@ -87,7 +87,8 @@ def scaled_dot_product_attention(
     groups.  attn_mask broadcasts to [..., heads, q_len, kv_len]: bool (True may be seen), or float16, bfloat16 or
     float32 that is added to the score, with its gradient.  It is read where it lies.  `is_causal` counts positions from
     the first query and the first key.  A row that sees nothing gives 0.  Several dimensions before the heads are made
-    one, with a copy where memory does not allow a view.
+    one, with a copy where memory does not allow a view; query, key and value whose last dimension is not contiguous are
+    copied.
 
     Raises LaunchError and PlanError as `attention` does: nothing else serves what flashgen lacks.
     """
@@ -97,14 +98,11 @@ def scaled_dot_product_attention(
     for name, x in (("query", query), ("key", key), ("value", value)):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(f"{name} is a {type(x).__name__}, not a torch.Tensor")
-        if x.is_nested:
-            raise LaunchError(
-                f"{name} is nested: flashgen takes dense tensors\n  nearest: {name}.to_padded_tensor(0.0)"
-            )
+        _check_layout(name, x)
         if x.dim() < 2:
             raise LaunchError(f"{name} is {list(x.shape)}: it is [..., seqlen, head_dim]")
     lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
-    q, k, v = (_four(x, lead) for x in (query, key, value))
+    q, k, v = (_four(_side_by_side(x), lead) for x in (query, key, value))
     if not enable_gqa:
         q, k, v = _alike(q, k, v)
     named: dict[str, Any] = {}
@@ -138,6 +136,19 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
         ) from None
 
 
+def _check_layout(name: str, x: torch.Tensor) -> None:
+    if x.is_nested:
+        raise LaunchError(f"{name} is nested: flashgen takes dense tensors\n  nearest: {name}.to_padded_tensor(0.0)")
+    if x.layout != torch.strided:
+        layout = str(x.layout).removeprefix("torch.")
+        raise LaunchError(f"{name} is {layout}: flashgen takes dense tensors\n  nearest: {name}.to_dense(), a copy")
+
+
+def _side_by_side(x: torch.Tensor) -> torch.Tensor:
+    """x with the elements of a row side by side, as kernels read them: a copy where they are not."""
+    return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()
+
+
 def _four(x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
     """x as [batch, heads, seqlen, head_dim]."""
     if x.dim() == 2:
@@ -163,6 +174,7 @@ def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 def _check_dtype(mask: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise LaunchError(f"attn_mask is a {type(mask).__name__}, not a torch.Tensor")
+    _check_layout("attn_mask", mask)
     if mask.dtype not in DTYPES:
         name = str(mask.dtype).removeprefix("torch.")
         raise LaunchError(

@@ -82,4 +82,7 @@ def no_flag(name: str, value: object) -> str | None:
     """What is wrong with a value of a name that wants True or False."""
     if isinstance(value, bool):
         return None
-    return f"{name} is a {type(value).__name__} and must be True or False"
+    kind, cure = type(value).__name__, ""
+    if isinstance(value, np.generic):  # whose own bool is called bool too
+        kind, cure = f"numpy.{kind}", f"\n  nearest: bool({name})"
+    return f"{name} is a {kind} and must be True or False{cure}"
