@@ -74,7 +74,11 @@ def test_the_call_and_the_decorators_make_the_same():
     assert fg.variant(name="chosen")(rule).name == fg.variant(rule, name="chosen").name == "chosen"
     assert fg.variant(name="chosen").score(double).name == "chosen"
     assert fg.variant(mask=rule).name == "rule" and fg.variant(score=double).name == "double"
-    assert fg.variant().name == "full" and fg.variant(lambda b, h, q, k: k <= q).name == "full"
+    assert fg.variant().name == "full" and fg.variant(lambda b, h, q, k: k <= q).name == "variant"
+    assert fg.variant()(lambda b, h, q, k: k <= q).name == fg.variant(score=lambda s, b, h, q, k: s).name == "variant"
+    assert fg.variant().score(lambda s, b, h, q, k: s * 2).name == "variant"
+    assert fg.variant(name="chosen").score(lambda s, b, h, q, k: s * 2).name == "chosen"
+    assert fg.variant(rule).score(lambda s, b, h, q, k: s * 2).name == "rule"
 
 
 def test_variants_are_frozen_compared_by_meaning_and_pickled():

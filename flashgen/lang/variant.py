@@ -19,8 +19,8 @@ from flashgen.lang.sink import Sink, declared_sink
 from flashgen.lang.symbols import Symbol, allowed, checked, line_of, summary, symbol_of
 from flashgen.locks import Lock
 
-#: The name of a variant that nobody named: one without a mask is full attention.
-FULL = "full"
+#: The names of variants that nobody named: one without a mask and a score is full attention.
+FULL, UNNAMED = "full", "variant"
 
 HEAD_DIMS = (64, 128)
 DTYPES = ("float16", "bfloat16")
@@ -367,8 +367,9 @@ class Variant:
 
     def _described_by(self, function: Callable) -> dict[str, str]:
         """The name and docstring after decorating: the function's, unless fg.variant(name=...) chose one before."""
-        name, doc = _described(function, self.name, self.doc)
-        chosen = self.mask is None and self.score_node is None and self.name != FULL
+        nothing = self.mask is None and self.score_node is None
+        chosen = nothing and self.name != FULL
+        name, doc = _described(function, UNNAMED if nothing else self.name, self.doc)
         return {"name": self.name if chosen else name, "doc": doc}
 
     def _rebuilt(self, change: Callable[[Node], Node | None]) -> Variant:
@@ -511,7 +512,7 @@ def variant(
     traced_mask = nothing if mask is None else trace.trace_mask(mask)
     traced_score = nothing if score is None else trace.trace_score(score)
     made = Variant(
-        name=name or own_name or FULL,
+        name=name or own_name or (FULL if mask is None and score is None else UNNAMED),
         doc=doc if doc is not None else own_doc,
         mask=traced_mask.node,
         score_node=traced_score.node,
