@@ -315,6 +315,18 @@ def powers():
 
 
 @score
+def float_powers():
+    """Of whole numbers, to which torch.pow has no negative power, and conditions."""
+    table = torch.arange(1, LENGTH + 1)
+
+    def mod(score, b, h, q, k):
+        made = torch.float_power(q + 1, -2) + torch.float_power(table[k], -1) + torch.float_power(2, k - q - LENGTH)
+        return score + made.float() + torch.float_power(k < q, 2).float()
+
+    return mod
+
+
+@score
 def made_in_place_of():
     def mod(score, b, h, q, k):
         none = torch.tensor(-1e4, dtype=score.dtype, device=score.device)

@@ -61,7 +61,7 @@ def test_masks_are_those_of_torch(name):
     close(flashgen.attention(q, k, v, flashgen.from_flex(mod)), attention_by_torch(q, k, v, mask_mod=mod), 1e-12)
 
 
-@pytest.mark.sampled("ends_of_hardtanh", every=4)
+@pytest.mark.sampled("ends_of_hardtanh", "float_powers", every=4)
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SCORES)
 def test_scores_and_gradients_are_those_of_torch(name):

@@ -311,6 +311,7 @@ def test_results_are_those_that_were_asked_for():
         ({"BACKEND": "FLASH"}, "'BACKEND'.*flashgen is the backend"),
         ({"USE_TMA": True}, "'USE_TMA'.*leave it out"),
         ({"block_m": 64}, "'block_m'.*leave it out"),
+        ({1: 2}, "kernel_options has the key 1, a int: keys are names.*nearest: leave it out"),
     ],
     ids=str,
 )
@@ -343,17 +344,19 @@ def test_block_masks_of_other_problems_are_refused():
 
 def test_sliced_block_masks_are_refused():
     block_mask = create_block_mask(causal, BATCH, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
-    with pytest.raises(flashgen.LaunchError, match="sliced"):
+    with pytest.raises(flashgen.LaunchError, match=r"sliced(?s:.*)and then pass block_mask._adjust\(q_len, kv_len\)"):
         flashgen.flex_attention(*inputs(), block_mask=block_mask[:, :, 1:3])
     rows = block_mask[:, :, 1:3]
     rows.mask_mod = lambda b, h, q_idx, kv_idx: causal(b, h, q_idx + BLOCK, kv_idx)
     with pytest.raises(flashgen.LaunchError, match="has 2 rows of blocks, and q_len 150 has 5: it was sliced"):
         flashgen.flex_attention(*inputs(), block_mask=rows)
+    adjusted = rows._adjust(2 * BLOCK, LENGTH)
     rows.seq_lengths = (2 * BLOCK, LENGTH)
     q, k, v = inputs(length=2 * BLOCK, kv_length=LENGTH)
     at = torch.arange(LENGTH)
     keep = (at[: 2 * BLOCK, None] + BLOCK >= at).expand(BATCH, HEADS, -1, -1)
-    torch.testing.assert_close(flashgen.flex_attention(q, k, v, block_mask=rows), masked(q, k, v, keep))
+    for part in (rows, adjusted):
+        torch.testing.assert_close(flashgen.flex_attention(q, k, v, block_mask=part), masked(q, k, v, keep))
 
 
 @pytest.mark.parametrize("name", ["query", "key", "value"])

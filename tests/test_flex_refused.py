@@ -12,6 +12,7 @@ import flashgen
 WEIGHTS = torch.randn(4, requires_grad=True)
 IDS = torch.arange(64)
 DOUBLE = torch.randn(4, dtype=torch.float64)
+COMPLEX, WIDE_COMPLEX = torch.randn(4, dtype=torch.complex64), torch.randn(4, dtype=torch.complex128)
 BYTES = torch.zeros(64, dtype=torch.uint8)
 TABLE = np.arange(64)
 
@@ -114,6 +115,14 @@ def dropped(score, b, h, q_idx, kv_idx):
 
 def doubles(score, b, h, q_idx, kv_idx):
     return score * DOUBLE[h]  # here
+
+
+def complexes(score, b, h, q_idx, kv_idx):
+    return score + COMPLEX[h]  # here
+
+
+def wide_complexes(score, b, h, q_idx, kv_idx):
+    return score + WIDE_COMPLEX[h]  # here
 
 
 def rounds_to_half(score, b, h, q_idx, kv_idx):
@@ -235,6 +244,8 @@ SCORES = {
     random_numbers: "torch's 'rand' cannot be traced: draw before",
     dropped: "torch's 'dropout' cannot be traced: draw before",
     doubles: r"'DOUBLE' is float64.*capture DOUBLE.float\(\)",
+    complexes: r"'COMPLEX' is complex64.*capture COMPLEX.real or COMPLEX.imag",
+    wide_complexes: r"capture WIDE_COMPLEX.real.float\(\) or WIDE_COMPLEX.imag.float\(\)",
     rounds_to_half: r"rounded to bfloat16.*x.float\(\)",
     numpy_function: "NumPy|ufunc",
     two_powers: "a power of two traced values",

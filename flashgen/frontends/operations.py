@@ -35,7 +35,7 @@ _ALIASES = {
     **{"subtract": "sub", "multiply": "mul", "negative": "neg", "positive": "pos", "absolute": "abs"},
     **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"},
     **{"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "invert"},
-    **{"bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "power": "pow", "float_power": "pow"},
+    **{"bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "power": "pow"},
     **{"clip": "clamp", "fmin": "minimum", "fmax": "maximum", "fix": "trunc", "sgn": "sign", "special_erf": "erf"},
     **{
         "expit": "sigmoid",
@@ -320,6 +320,12 @@ def _power(x: Any, y: Any) -> Array:
     raise refused("a power of two traced values: write torch.exp2(y * torch.log2(x)) for x > 0")
 
 
+def _float_power(x: Any, y: Any) -> Array:
+    """A power in floats, of integers too."""
+    a = lift(x)
+    return _power(a if a.dtype.is_floating_point else _to(a, torch.float32), y)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Functions of one number
 
@@ -593,6 +599,7 @@ FUNCTIONS: dict[str, Operation] = {
     "remainder": _modulo,
     "fmod": _fmod,
     "pow": _power,
+    "float_power": _float_power,
     "neg": _negative,
     "pos": _same,
     "abs": _absolute,

@@ -126,8 +126,11 @@ class Tracer(TorchFunctionMode):
             self.names[id(tensor)] = name
         if tensor.dtype not in ELEMENTS:
             dtype = str(tensor.dtype).removeprefix("torch.")
-            nearest = "float" if tensor.dtype.is_floating_point else "long"
-            raise refused(f"the captured tensor {name!r} is {dtype}, which no kernel reads: capture {name}.{nearest}()")
+            nearest = f"{name}.float()" if tensor.dtype.is_floating_point else f"{name}.long()"
+            if tensor.dtype.is_complex:
+                wide = ".float()" if tensor.dtype is torch.complex128 else ""
+                nearest = f"{name}.real{wide} or {name}.imag{wide}"
+            raise refused(f"the captured tensor {name!r} is {dtype}, which no kernel reads: capture {nearest}")
         self.read[name] = tensor
         dims = tuple(tensor.shape) if name in self._declared else (None,) * tensor.dim()
         declared = declare.tensor(name, dims or (1,), str(tensor.dtype).removeprefix("torch."))

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.nn.attention import flex_attention as torchs
 
-from flashgen.errors import LaunchError
+from flashgen.errors import LaunchError, shown
 from flashgen.frontends.captures import Captures
 from flashgen.frontends.flex import from_flex
 from flashgen.lang.variant import Variant
@@ -96,6 +96,11 @@ def _check_options(options: Mapping[str, Any] | None) -> None:
     if options is not None and not isinstance(options, Mapping):
         raise LaunchError(f"kernel_options is a {type(options).__name__}: it is a dict, or None")
     for name in options or ():
+        if not isinstance(name, str):
+            raise LaunchError(
+                f"kernel_options has the key {shown(name)}, a {type(name).__name__}: keys are names of options\n"
+                f"  nearest: leave it out: {', '.join(_PROMISES)} are understood"
+            )
         plain = name.removeprefix("fwd_").removeprefix("bwd_")
         if plain in _PROMISES:
             continue
@@ -174,7 +179,8 @@ def _mask_of(block_mask: Any, query: torch.Tensor, key: torch.Tensor) -> Callabl
     if mask_mod is getattr(torchs, "_sliced_mask_mod_error", None):
         raise LaunchError(
             "block_mask was sliced, and has no mask_mod any more\n"
-            "  nearest: a block mask of its own for the part, or set its mask_mod to that of the whole, shifted"
+            "  nearest: a block mask of its own for the part, or set its mask_mod to that of the whole, shifted, and"
+            " then pass block_mask._adjust(q_len, kv_len) of the part's lengths"
         )
     rows, columns = block_mask.BLOCK_SIZE
     if rows == columns == _NO_BLOCKS:
