@@ -433,6 +433,7 @@ def test_a_mutation_is_seen(monkeypatch):
         ("load_relaxed(peaks + lane)", "peaks[lane]", interpreter.errors.Race, 4),
         ("bool all = count <= 64 && seen.first != 0 && seen.second != 0;", "bool all = true;", AssertionError, 4),
         ("any |= peak;", ";", AssertionError, 66),
+        ("known.peaks == peaks", "known.peaks != nullptr", AssertionError, 66),
         ("most = max(most, peak & ~INFINITE);", ";", AssertionError, 66),
         ("if (peak & INFINITE) lose_infinities(x);", "", AssertionError, 4),
         (
@@ -445,7 +446,7 @@ def test_a_mutation_is_seen(monkeypatch):
 )
 def test_peaks_of_other_blocks_are_handed_over(monkeypatch, old, new, error, tiles):
     """What a GPU would show on some days: peaks that a block reads while they are written, or does not wait for."""
-    x = drawn(1, 1, tiles * 128, 16)
+    x = drawn(1, 2, tiles * 128, 16)
     x[0, 0, -1, 0], x[0, 0, -2, 0] = 100, torch.inf
     rows = rows_of(x, block=None, rotated=False)
     ((plan, group),) = ops.planned([rows], None)

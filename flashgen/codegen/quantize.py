@@ -28,6 +28,13 @@ _ANGLES = {
 _OF_LAYOUT = {"padded": "sequences of their own lengths", "varlen": "sequences behind each other"}
 
 
+#: What differs where sequences lie behind each other, as do the numbers of their tiles.
+_JOINED = {
+    "blocks": "t.slots",
+    "peaks": "(i64)at.head * t.slots + at.first / TILE + at.batch + at.row / TILE - work.own",
+}
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Sequences:
     """What templates write of a tile where sequences have rows of their own, and where they are all of one length.
@@ -37,6 +44,7 @@ class _Sequences:
     length    behind which row of a sequence there is none
     last      its last row, or 0
     tiles     how many tiles hold its rows
+    peaks     which of all peaks is the first of those that share a scale
     row       a row in the tensor
     after     the tile after the next one
     work      the function that finds the work of a ticket
@@ -49,6 +57,7 @@ class _Sequences:
     length: str = "t.length"
     last: str = "t.length - 1"
     tiles: str = "(t.length + TILE - 1) / TILE"
+    peaks: str = "(i64)work.scale * t.tiles_of_scale"
     row: str = "row"
     after: str = "tile_of(blockIdx.x + (i + 2) * gridDim.x, p)"
     work: str = "work_of"
@@ -61,7 +70,7 @@ class _Sequences:
             return cls()
         return cls(
             numbered="numbered",
-            **({"blocks": "t.slots"} if plan.layout.joined else {}),
+            **(_JOINED if plan.layout.joined else {}),
             length="at.length",
             last="max(at.length, 1) - 1",
             tiles="tiles_of(at)",

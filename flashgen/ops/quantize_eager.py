@@ -306,11 +306,7 @@ def _on_gpu(plan: QuantizePlan, group: list[Rows]) -> None:
 
 def words(plan: QuantizePlan, group: list[Rows]) -> int:
     """Of 32 bits that are 0 before a launch: a ticket, and a peak of each tile."""
-    return 1 + sum(_peaks(rows) for rows in group) if plan.scale.tickets else 0
-
-
-def _peaks(rows: Rows) -> int:
-    return rows.descales.numel() * rows.sizes.tiles_of_scale
+    return 1 + sum(rows.sizes.peaks for rows in group) if plan.scale.tickets else 0
 
 
 def told(plan: QuantizePlan, rows: Rows, at: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -334,7 +330,7 @@ def packed(plan: QuantizePlan, group: list[Rows], tensors: list[dict[str, int]],
     after = zeros + 4
     for rows, of in zip(group, tensors, strict=True):
         of["peaks"] = after
-        after += 4 * _peaks(rows)
+        after += 4 * rows.sizes.peaks
     values = {"ticket": zeros, **in_turn(plan, [rows.sizes for rows in group], blocks)}
     signs = next((rows.signs for rows in group if rows.signs is not None), None)
     return pack(plan, tensors, values, sign_words(signs))

@@ -42,6 +42,9 @@ ANGLE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 #: Bytes that a tile's work takes more where sequences have rows of their own: the first, and how many.
 OF_SEQUENCE_BYTES = 8
 
+#: Bytes of what a thread block knows of peaks.
+KNOWN_BYTES = 16
+
 #: Head dims that attention in 8 bits has.
 HEAD_DIMS = range(16, 257, 16)
 
@@ -233,7 +236,8 @@ class QuantizePlan:
         signs = 4 * self.head_dim if self.rotation else 0
         peaks = 2 * 4 * self.threads // WARP
         work = self.scale.work_bytes + OF_SEQUENCE_BYTES * self.layout.own
-        return -(-(rows + signs + peaks + 4 * work) // 16) * 16
+        known = KNOWN_BYTES if self.scale.tickets else 0
+        return -(-(rows + signs + peaks + known + 4 * work) // 16) * 16
 
 
 @functools.cache

@@ -57,6 +57,12 @@ class Sizes:
         return self.heads * self.slots
 
     @property
+    def peaks(self) -> int:
+        """Peaks of tiles: room for those of whole scales, or a place for each number of a tile."""
+        whole = self.batch * self.heads * self.scales * self.tiles_of_scale
+        return whole if self.rows is None else self.all_tiles
+
+    @property
     def longest(self) -> int:
         """Rows of a sequence at most."""
         return self.length if self.rows is None else min(self.length, self.rows)

@@ -1,5 +1,5 @@
 // quantize: bfloat16, head_dim 128, less a mean, rotated in 128 columns, as e4m3, on sm_80
-// tiles of 128 rows, 2 lanes a row: 256 threads, 56000 bytes shared
+// tiles of 128 rows, 2 lanes a row: 256 threads, 56016 bytes shared
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -8,6 +8,10 @@ typedef unsigned int u32;
 typedef long long i64;
 typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
+
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Indices of thread and block, read anew at each use.
+DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
 
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
@@ -108,14 +112,18 @@ struct Tile { int tensor, batch, head, row; };
 // Its peak is found, or its codes made.  Of all scales it has this one, and of `sharing` tiles that have it the place.
 struct Work { Tile tile; int codes, scale, own, sharing; };
 
+// The largest of those peaks that a thread block awaited last, which lie there.
+struct Known { const u32* peaks; u32 most; };
+
 struct Shared {
   Chunk x[WARPS][ROWS * PITCH];  // the next tile's rows, on their way
   alignas(16) unsigned char codes[WARPS][ROWS * CODES_PITCH];
   alignas(16) float signs[HEAD_DIM];
   u32 peaks[2][WARPS];  // of this tile and of the next
+  Known known;
   Work work[4];  // what this thread block does: now, next, and after that; one is that before
 };
-static_assert(sizeof(Shared) == 56000, "Python counts as C++ does");
+static_assert(sizeof(Shared) == 56016, "Python counts as C++ does");
 
 typedef float Rows[CHUNKS][8];
 
@@ -347,7 +355,8 @@ DEVICE u32 joined(u32 peak, u32 any) {
 
 // Where the peaks of tiles lie that share a scale.
 DEVICE u32* peaks_of(const Work& work, const Params& p) {
-  const Tensor& t = p.of[work.tile.tensor];
+  const Tile& at = work.tile;
+  const Tensor& t = p.of[at.tensor];
   return t.peaks + (i64)work.scale * t.tiles_of_scale;
 }
 
@@ -362,8 +371,9 @@ DEVICE Seen look(const u32* peaks, int count) {
   return seen;
 }
 
-// The largest of them, at each lane of a warp, when all are there.
-DEVICE u32 await_peaks(const Seen& seen, const u32* peaks, int count) {
+// The largest of them, at each lane of a warp, when all are there.  A long head's are many, and known from the last tile.
+DEVICE u32 await_peaks(const Seen& seen, const u32* peaks, int count, Known& known) {
+  if (count > 64 && known.peaks == peaks) return known.most;
   u32 most = max(seen.first & ~INFINITE, seen.second & ~INFINITE), any = seen.first | seen.second;
   bool all = count <= 64 && seen.first != 0 && seen.second != 0;
   while (!__all_sync(~0u, all)) {
@@ -377,11 +387,14 @@ DEVICE u32 await_peaks(const Seen& seen, const u32* peaks, int count) {
     }
     nanosleep(20);
   }
-  return joined(most, any);
+  most = joined(most, any);
+  if (threadIdx.x % 32 == 0) known = {peaks, most};
+  __syncwarp();
+  return most;
 }
 
 // Hands over the largest finite size of a tile's elements, and that there are others.
-DEVICE void show_peak(Rows& x, u32* peak, Shared& sm, int parity) {
+DEVICE void show_peak(Rows& x, const Work& work, Shared& sm, int parity, const Params& p) {
   u32 most = __float_as_int(largest(x)), any = 0;  // floats above 0 are in the order of their bits
   if (most == __float_as_int(PLUS_INFINITY)) {
     lose_infinities(x);
@@ -389,11 +402,12 @@ DEVICE void show_peak(Rows& x, u32* peak, Shared& sm, int parity) {
     any = INFINITE;
   }
   const u32 of_warp = joined(most, any);
-  if (threadIdx.x % 32 == 0) sm.peaks[parity][threadIdx.x / 32] = of_warp;
+  const int thread = thread_index();  // no lane and no warp is kept in a register for it
+  if (thread % 32 == 0) sm.peaks[parity][thread / 32] = of_warp;
   __syncthreads();
   if (threadIdx.x < 32) {
     const u32 of_lane = sm.peaks[parity][threadIdx.x % WARPS], of_tile = joined(of_lane & ~INFINITE, of_lane);
-    if (threadIdx.x == 0) store_relaxed(peak, of_tile);
+    if (threadIdx.x == 0) store_relaxed(peaks_of(work, p) + work.own, of_tile);
   }
 }
 
@@ -401,6 +415,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_c
   extern __shared__ __align__(16) unsigned char memory[];
   Shared& sm = *(Shared*)memory;
   if (threadIdx.x == 0) {
+    sm.known.peaks = nullptr;
     const int first = atom_add(p.ticket, 2);
     sm.work[0] = work_of(first, p);
     sm.work[1] = work_of(first + 1, p);
@@ -412,16 +427,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_c
   for (int i = 0; found(sm.work[i % 4].tile); ++i) {
     const Work& work = sm.work[i % 4];
     const int ticket = threadIdx.x == 0 ? atom_add(p.ticket, 1) : 0;
-    const bool finds_peak = work.codes && threadIdx.x / 32 == 1;  // while the first warp finds work
     Seen seen;
-    if (finds_peak) seen = look(peaks_of(work, p), work.sharing);
+    if (work.codes && threadIdx.x / 32 == 1) seen = look(peaks_of(work, p), work.sharing);
     Rows x;
     prepare(x, sm, work.tile, sm.work[(i + 1) % 4].tile, p);
     if (threadIdx.x == 0) sm.work[(i + 2) % 4] = work_of(ticket, p);
     __syncwarp();  // after a long search thread 0 stayed apart else, and its copies came late
     if (work.codes) {
-      if (finds_peak) {
-        const u32 peak = await_peaks(seen, peaks_of(work, p), work.sharing);
+      if (threadIdx.x / 32 == 1) {  // while the first warp finds work
+        const u32 peak = await_peaks(seen, peaks_of(work, p), work.sharing, sm.known);
         if (threadIdx.x == 32) {
           sm.peaks[i % 2][0] = peak;
           if (work.own == 0) p.of[work.tile.tensor].descales[work.scale] = __int_as_float(peak & ~INFINITE) / LARGEST;
@@ -433,7 +447,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) quantize(const __grid_c
       if (peak & INFINITE) lose_infinities(x);
       store(x, __int_as_float(peak & ~INFINITE), sm, work.tile, t);
     } else {
-      show_peak(x, peaks_of(work, p) + work.own, sm, i % 2);
+      show_peak(x, work, sm, i % 2, p);
     }
   }
 }
