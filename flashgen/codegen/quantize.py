@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -82,6 +83,7 @@ class _Sequences:
         )
 
 
+@functools.cache
 def tensor_fields(plan: QuantizePlan) -> tuple[Field, ...]:
     """The members of `Tensor`: addresses, strides in elements, numbers."""
     angles = ("cos", "sin") if plan.rope else ()
@@ -105,11 +107,13 @@ def tensor_fields(plan: QuantizePlan) -> tuple[Field, ...]:
     )
 
 
+@functools.cache
 def fields(plan: QuantizePlan) -> tuple[Field, ...]:
     """The members of `Params` behind its tensors but for the signs at its end."""
     return (Field("ticket", "u32*"), Field("tiles", "int"), Field("lead", "int")) if plan.scale.tickets else ()
 
 
+@functools.cache
 def _sizes(plan: QuantizePlan) -> tuple[str, str]:
     """The formats of a tensor and of what is behind tensors, each as long as C++ has it: aligned as an address is."""
     tensor = "<" + "".join(field.format for field in tensor_fields(plan))

@@ -301,6 +301,7 @@ def check(head_dim: int, block: int | None) -> None:
         )
 
 
+@functools.cache
 def plan(
     arch: str,
     dtype: str,
