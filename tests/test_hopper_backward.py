@@ -269,20 +269,20 @@ def sweeping(spec):
     return Backward(spec, pipeline="hopper", tile=(64, 128), **shape)
 
 
-@pytest.mark.sampled("causal-2")
+@pytest.mark.sampled("causal-2-0")
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 0])
 @pytest.mark.parametrize(("spec", "clear_distance"), [("full", 1), ("full", 3), ("causal", 2), ("alibi", 5)])
-def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance):
+def test_blocks_clear_and_finish_dq_for_other_heads(spec, clear_distance, seed):
     b = sweeping(spec)
     of_head = 2 * 192 * b.plan.dq_sum_columns * 4  # bytes of the sums of two query heads
-    for seed in (None, 0):
-        result = b.run(seed=seed, clear_distance=clear_distance)
-        assert b.wrong(result) == []
-        prepare, main, finish = (result.reports[launch] for launch in ENTRIES)
-        assert prepare.bytes("st", buffer="dq_sum") == clear_distance * of_head
-        assert main.bytes("st", buffer="dq_sum") == (8 - clear_distance) * of_head
-        assert main.bytes("ld", buffer="dq_sum") + finish.bytes("ld", buffer="dq_sum") == 8 * of_head
-        assert main.bytes("ld", buffer="dq_sum") >= of_head
+    result = b.run(seed=seed, clear_distance=clear_distance)
+    assert b.wrong(result) == []
+    prepare, main, finish = (result.reports[launch] for launch in ENTRIES)
+    assert prepare.bytes("st", buffer="dq_sum") == clear_distance * of_head
+    assert main.bytes("st", buffer="dq_sum") == (8 - clear_distance) * of_head
+    assert main.bytes("ld", buffer="dq_sum") + finish.bytes("ld", buffer="dq_sum") == 8 * of_head
+    assert main.bytes("ld", buffer="dq_sum") >= of_head
 
 
 #: Heads of keys one after another, each cleared by the blocks of the one before it.  With fewer heads between than
@@ -327,6 +327,7 @@ def test_sums_that_others_cleared_are_handed_over(word):
         )
 
 
+@pytest.mark.nightly(sibling="test_sweeping_mutations_are_noticed")
 @pytest.mark.slow
 def test_sums_cleared_late_are_awaited():
     b = sweeping("alibi")

@@ -91,7 +91,7 @@ def test_more_tiles_than_a_warp_judges_at_once(splits):
 GAPS = fg.variant(lambda b, h, q, k: ((k // 64) % 3 != 1) & (k < 64 * (120 + q)), name="gaps")
 
 
-@pytest.mark.sampled("hopper-64-leaves", "ampere-192-in turns")
+@pytest.mark.sampled("hopper-64-leaves")
 @pytest.mark.slow
 @pytest.mark.parametrize("keys", [IN_TURNS, FoldedLeaves(keys=128).in_parts], ids=["in turns", "leaves"])
 @pytest.mark.parametrize("v_head_dim", [64, 192])
