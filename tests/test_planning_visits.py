@@ -36,6 +36,22 @@ def test_without_data_cells_are_looked_at():
     assert narrow <= wide < 1.2 * visits.share(band, Tile(q=64, kv=64)), "neighbours are shown together"
 
 
+@pytest.mark.parametrize(
+    ("mask", "seen"),
+    [
+        (lambda b, h, q, k: (k >= fg.kv_len - 128) & (q // 64 % 2 == 0), 1 / 2),
+        (lambda b, h, q, k: (q >= fg.q_len - 64) & (k // 64 % 2 == 0), 1 / 2),
+        (lambda b, h, q, k: (q >= 4096) & (k // 128 % 4 == 0), 1 / 4),
+        (lambda b, h, q, k: (k >= 1024) & (q // 64 % 2 == 0), 1 / 2),
+    ],
+)
+def test_the_side_without_cells_counts_as_a_whole(mask, seen):
+    """What is hidden at its beginning may be visible later: no share is 0, by which times would be divided."""
+    variant = fg.variant(mask)
+    assert visits.share(variant, Tile(q=64, kv=64)) == pytest.approx(seen, rel=0.1)
+    assert planner.menu(variant, "sm_90a", "bfloat16", 64).plans
+
+
 @pytest.mark.parametrize("name", ["full", "causal", "sliding_window", "document", "dilated", "padding"])
 def test_masks_without_cells_count_alike(name):
     assert {visits.share(load_spec(name).bind(), tile) for tile in TILES} == {1.0}

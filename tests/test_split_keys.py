@@ -24,10 +24,11 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import division, planner, split_keys
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import Padded, Varlen
-from flashgen.planning.members import ALL_KEYS, FoldedLeaves, SplitKeys
+from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Leaves, SplitKeys
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
 from flashgen.planning.traffic import predict
+from flashgen.planning.traffic_sequences import OwnLengths
 from flashgen.runtime import tiles
 
 PIPELINES = ("ampere", "hopper")
@@ -273,6 +274,30 @@ def test_sequences_that_lie_behind_each_other(spec, pipeline, shape):
     assert np.array_equal(np.isfinite(found.lse), np.isfinite(whole.lse))
     seen = np.isfinite(whole.lse)
     np.testing.assert_allclose(found.lse[seen], whole.lse[seen], atol=4e-6)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("keys", "splits"), [(IN_TURNS, 3), (IN_TURNS, 40), (Leaves(keys=128), 3)])
+def test_blocks_whose_rows_are_of_no_sequence_wait_too(keys, splits):
+    """Rows of q behind the last sequence: the next launch on the stream counts on what all blocks have awaited."""
+    shape = {"q_lengths": (5, 2), "kv_lengths": (130, 350), "q_len": 5, "kv_len": 350, "layout": Varlen()}
+    w = split_batch("causal", "hopper", keys, **shape)
+    q, k, v = w.qkv
+    behind = np.pad(q, ((0, 0), (0, 0), (0, 8), (0, 0)), constant_values=np.nan)
+    found, alone = dataclasses.replace(w, qkv=(behind, k, v)).run(kv_splits=splits), w.run(kv_splits=splits)
+    np.testing.assert_array_equal(found.o[:, :, : sum(shape["q_lengths"])], alone.o[:, :, : sum(shape["q_lengths"])])
+
+
+@pytest.mark.slow
+def test_the_kernel_that_combines_is_chosen_by_the_rows_of_a_launch():
+    """Of padded sequences most rows may be none: predicted is what is launched."""
+    shape = {"q_lengths": (128, 1, 1), "kv_lengths": (100, 100, 100), "heads": 3, "q_len": 128, "kv_len": 100}
+    w = split_batch("full", "ampere", **shape)
+    own = [OwnLengths(q_rows=x.q_rows, kv_len=x.kv_len, q_offset=x.q_offset) for x in w.sequences]
+    predicted, result = predict(w.plan, w.problem, w.case, sequences=own, splits=40), w.run(kv_splits=40)
+    assert [entry for entry, _ in predicted.kernels] == list(result.reports)
+    loaded = sum(result.reports[split_keys.ENTRY].bytes("ld", buffer=name) for name in ("part_o", "part_rows"))
+    assert dict(predicted.kernels)[split_keys.ENTRY].read_bytes >= loaded > 0
 
 
 # ---------------------------------------------------------------- the combination, bit by bit

@@ -112,19 +112,21 @@ def predict(
 
 class _Parts(NamedTuple):
     """Rows of o whose keys are split among so many blocks; `visited` are those of all parts that see any key, and
-    `read` those that the kernel which combines them loads."""
+    `read` those that the kernel `entry` loads, which combines them."""
 
     visited: int
     read: int
     rows: int
     splits: int
+    entry: str
 
 
-def _parts_of(plan: KernelPlan, count: Callable[[int], int], rows: int, splits: int) -> _Parts:
-    """`count` says how many rows of parts see any key, of so many parts."""
-    visited, anyway = count(splits), split_keys.read_anyway(plan, rows, splits)
+def _parts_of(plan: KernelPlan, count: Callable[[int], int], rows: int, launched: int, splits: int) -> _Parts:
+    """`count` says how many rows of parts see any key, of so many parts; by the rows that are `launched`, among which
+    those beyond a sequence's length are, the kernel that combines them is chosen."""
+    visited, anyway = count(splits), split_keys.read_anyway(plan, launched, splits)
     read = visited + rows * anyway - count(anyway) if anyway else visited
-    return _Parts(visited=visited, read=read, rows=rows, splits=splits)
+    return _Parts(visited=visited, read=read, rows=rows, splits=splits, entry=split_keys.entry(plan, launched, splits))
 
 
 def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[str, Any]:
@@ -136,7 +138,7 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     parts = None
     if plan.keys.split and not problem.empty:
         count = functools.partial(split_keys.rows_of_parts, plan, problem, case)
-        parts = _parts_of(plan, count, split_keys.rows(plan, problem), splits)
+        parts = _parts_of(plan, count, (rows := split_keys.rows(plan, problem)), rows, splits)
     compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
     found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
     workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))
@@ -161,7 +163,7 @@ def _own_costs(
     q_rows, parts = sum(one.q_rows for one in own), None
     if plan.keys.split:
         count = functools.partial(traffic_sequences.count_parts, plan, problem, case, own)
-        parts = _parts_of(plan, count, q_rows * problem.heads, splits)
+        parts = _parts_of(plan, count, q_rows * problem.heads, split_keys.rows(plan, problem, q_rows), splits)
     found = _costs_of(plan, problem, case, tiles, visits, parts, _bytes(0, 0), compulsory)
     workspaces = split_keys.workspaces(plan, problem, splits, q_rows)
     return {**found, "standard": standard, "workspaces": workspaces}
@@ -182,7 +184,7 @@ def _costs_of(
     combining = {split_keys.ENTRY: _bytes(0, 0)} if plan.keys.split else {}
     if parts is not None:
         visits, combined = _parts(plan, problem, case, visits, tiles, parts)
-        combining = {split_keys.entry(plan, parts.rows, parts.splits): combined}
+        combining = {parts.entry: combined}
     kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
     kernels |= {"attention_forward": visits} | combining
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))

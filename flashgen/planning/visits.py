@@ -66,6 +66,8 @@ def _shown(variant: Variant) -> np.ndarray | None:
     lengths = {"q_len": max(LENGTH, LEAST_CELLS * q), "kv_len": max(LENGTH, LEAST_CELLS * k)}
     case = Case(sizes={"batch": 1, "heads": 1, "kv_heads": 1, **lengths}, params=variant.values({}), tensors={})
     found = tiles.grid(facts, case, Tile(q=q, kv=k)) != tiles.EMPTY
+    for axis, cell in enumerate((cells.q, cells.k)):
+        found = found if cell else found.any(axis, keepdims=True)  # without cells all is one
     return found if found.any() else None
 
 

@@ -1019,10 +1019,11 @@ template <typename Columns> DEVICE void end_row(Combined<Columns>& row, int colu
 template <int AT_ONCE> DEVICE void combine(const Params& p) {
   const int lane = threadIdx.x % 32;
   Combined<float4> row;
-  if (!begin_row(row, blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, p)) return;
-  const i64 parts = part_of(0, row.b, row.h, row.q, p);
+  const bool is_row = begin_row(row, blockIdx.x * COMBINE_WARPS + threadIdx.x / 32, p);
+  const i64 parts = is_row ? part_of(0, row.b, row.h, row.q, p) : 0;
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
+  if (!is_row) return;  // not before: the next launch relies on what this one has awaited
   float4 of_parts[AT_ONCE][COLUMN_GROUPS];
   // The first ones, whether or not each is written: beside the maxima that tell.
   load_parts(of_parts, parts, row.count < 32 ? (1u << row.count) - 1 : ~0u, p);
@@ -1099,9 +1100,10 @@ attention_combine_by_block(const __grid_constant__ Params p) {
   constexpr int PARTS = 64;  // on their way at once
   __shared__ Weighed weighed[COMBINE_WARPS];
   Combined<float> row;
-  if (!begin_row(row, blockIdx.x, p)) return;
+  const bool is_row = begin_row(row, blockIdx.x, p);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
+  if (!is_row) return;
   const i64 begin = part_of(0, row.b, row.h, row.q, p);
 #pragma unroll 1
   for (int first = 0; first < row.count; first += 32 * COMBINE_WARPS) {
