@@ -132,6 +132,10 @@ LONG = {"mean": 1.0, "heads": 1, "kv_heads": 1, "q_len": 20, "kv_len": 1200, "ti
         pytest.param("blocks", {"head_dim": 128, "q_len": 140, "kv_len": 260, "heads": 1}, marks=AT_NIGHT),
         pytest.param("dilated", {"head_dim": 128, "kv_len": 260, "heads": 1}, marks=AT_NIGHT),
         pytest.param("softcap", {"head_dim": 256, "heads": 1}, marks=AT_NIGHT),
+        *(
+            pytest.param(spec, {"head_dim": 256, "q_len": 150, "kv_len": 150, "heads": 1}, marks=AT_NIGHT)
+            for spec in ("tree", "relative_bias", "top_blocks")  # 32 keys a tile
+        ),
         pytest.param("softcap", {"head_dim": 96, "batch": 2}, marks=AT_NIGHT),
         pytest.param("gpt_oss", {"head_dim": 64, "heads": 4, "kv_heads": 2}, marks=pytest.mark.slow),
         pytest.param("alibi", {"head_dim": 128}, marks=AT_NIGHT),
@@ -337,6 +341,12 @@ def test_masks_have_the_forms_of_16_bits(spec, head_dim, form, keys):
     plan = plan_of(spec, head_dim, accuracy="fast")
     assert (plan.specialized.mask, plan.tile.kv) == (form, keys)
     assert ("find_bits" in emit(plan), "look_up(work_ring)" in emit(plan)) == (False, form == MaskByLookups())
+
+
+@pytest.mark.parametrize("spec", ["tree", "relative_bias", "top_blocks"])
+def test_fewer_keys_leave_registers_for_256_columns(spec):
+    for accuracy in ACCURACIES:
+        assert plan_of(spec, 256, accuracy=accuracy).tile.kv == 32
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -318,12 +318,12 @@ def _ahead(c: Candidate, request: KernelRequest) -> bool:
 
 
 def _most_keys(c: Candidate, request: KernelRequest) -> int:
-    """The most keys of a tile whose fragments registers hold; one warpgroup spills with more, found by compiling."""
-    if c.warpgroups == 1:
-        return NARROW_KEYS
-    tiles = (replace(c, tile=Tile(q=c.tile.q, kv=keys)) for keys in KEYS)
+    """The most keys of a tile whose fragments registers hold; one warpgroup spills with more than NARROW_KEYS, found by
+    compiling."""
+    some = [keys for keys in KEYS if c.warpgroups > 1 or keys <= NARROW_KEYS]
+    tiles = (replace(c, tile=Tile(q=c.tile.q, kv=keys)) for keys in some)
     wanted = {t.tile.kv: total(registers(t, request)) for t in tiles}
-    return next((keys for keys in KEYS if wanted[keys] <= division(c, request)[1]), KEYS[-1])
+    return next((keys for keys in some if wanted[keys] <= division(c, request)[1]), some[-1])
 
 
 def _highest(c: Candidate, request: KernelRequest) -> HighestAsInteger | HighestAsFloat:
