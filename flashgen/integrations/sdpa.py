@@ -13,6 +13,7 @@ from flashgen.lang.declare import tensor
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops.attention import attention
+from flashgen.ops.call import check_layout
 from flashgen.ops.values import no_flag
 
 NAME = "scaled_dot_product_attention"
@@ -139,9 +140,7 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
 def _check_layout(name: str, x: torch.Tensor) -> None:
     if x.is_nested:
         raise LaunchError(f"{name} is nested: flashgen takes dense tensors\n  nearest: {name}.to_padded_tensor(0.0)")
-    if x.layout != torch.strided:
-        layout = str(x.layout).removeprefix("torch.")
-        raise LaunchError(f"{name} is {layout}: flashgen takes dense tensors\n  nearest: {name}.to_dense(), a copy")
+    check_layout(name, name, x, "flashgen")
 
 
 def _side_by_side(x: torch.Tensor) -> torch.Tensor:

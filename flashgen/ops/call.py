@@ -214,17 +214,19 @@ def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
         raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
 
 
-def check_layout(title: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise LaunchError for a tensor that is nested or sparse, whose shape and strides may not be asked for."""
+def check_layout(title: str, name: str, tensor: torch.Tensor, caller: str = "attention") -> None:
+    """Raise LaunchError, in the name of `caller`, for a tensor that is nested or sparse, whose shape and strides may
+    not be asked for."""
     if tensor.is_nested:
-        what, cure = "nested: attention takes dense tensors", f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
+        what = f"nested: {caller} takes dense tensors"
+        cure = f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
         if title in ("q", "k", "v"):
             what = "nested: q, k and v are all nested with layout torch.jagged, or all dense"
             cure = f"layout=torch.jagged for all three, or {cure}"
         raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
     if tensor.layout != torch.strided:
         layout = str(tensor.layout).removeprefix("torch.")
-        raise LaunchError(f"{title} is {layout}: attention takes dense tensors\n  nearest: {name}.to_dense(), a copy")
+        raise LaunchError(f"{title} is {layout}: {caller} takes dense tensors\n  nearest: {name}.to_dense(), a copy")
 
 
 def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

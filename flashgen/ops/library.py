@@ -153,8 +153,8 @@ def _lists(
         numbers["scale"] = call.scale
     if p is not None:
         numbers["dropout"] = p
-    values = list(tensors.values()) or None, list(numbers.values()) or None
-    return call.variant.token, list(tensors), values[0], list(numbers), values[1]
+    values = list(numbers.values()) or None
+    return call.variant.token, list(tensors), list(tensors.values()) or None, list(numbers), values
 
 
 def _wrong(call: Call, dropout: object, seed: object) -> str | None:

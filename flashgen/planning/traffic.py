@@ -138,7 +138,8 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     parts = None
     if plan.keys.split and not problem.empty:
         count = functools.partial(split_keys.rows_of_parts, plan, problem, case)
-        parts = _parts_of(plan, count, (rows := split_keys.rows(plan, problem)), rows, splits)
+        rows = split_keys.rows(plan, problem)
+        parts = _parts_of(plan, count, rows, rows, splits)
     compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
     found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
     workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))
