@@ -9,7 +9,7 @@ import flashgen
 from flashgen.codegen import emit
 from flashgen.ops.attention import attention
 from flashgen.planning import planner
-from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByLookups, MaskFromBits
+from flashgen.planning.members import MaskAsBits, MaskByElement, MaskByLookups, MaskFromBits, MaskInWords
 from flashgen.runtime import nvrtc
 
 DIM = 64
@@ -31,16 +31,33 @@ def places(n):
     return torch.arange(n).roll(n // 3)
 
 
-MASKS = {
+#: Masks whose elements are each asked for, given what lanes pass on: of conditions, words.
+BY_ELEMENT = {
     "documents": ((ids,), lambda doc: lambda b, h, q, k: doc[b, q] == doc[b, k]),
     "documents of one batch, causal": ((ids,), lambda doc: lambda b, h, q, k: (doc[0, q] == doc[0, k]) & (k <= q)),
-    "flags": ((flags,), lambda flag: lambda b, h, q, k: (abs(q - k) <= 20) | flag[b, q] | flag[b, k]),
     "places of 64 bits": ((places,), lambda at: lambda b, h, q, k: (at[k] <= q) & (q - at[k] < 50)),
-    "keys alone": ((flags, ids), lambda flag, doc: lambda b, h, q, k: flag[b, k] | (doc[b, k] == 2)),
+    "documents and flags": (
+        (ids, flags),
+        lambda doc, flag: lambda b, h, q, k: (doc[b, q] == doc[b, k]) & ~flag[b, k] | flag[b, q],
+    ),
 }
 
+#: Masks that are asked for 32 keys at a time.
+IN_WORDS = {
+    "flags": ((flags,), lambda flag: lambda b, h, q, k: (abs(q - k) <= 20) | flag[b, q] | flag[b, k]),
+    "keys alone": ((flags, ids), lambda flag, doc: lambda b, h, q, k: flag[b, k] | (doc[b, k] == 2)),
+    "padding, causal": ((flags,), lambda flag: lambda b, h, q, k: ~flag[b, k] & (k <= q + 9)),
+    "outside of a window": ((flags,), lambda flag: lambda b, h, q, k: (abs(k - q) > 33) & (flag[b, k] | (q != k - 50))),
+    "differing flags": (
+        (flags, ids),
+        lambda flag, doc: lambda b, h, q, k: flag[b, q] ^ (doc[b, k] < 5) & (3 * q < 200),
+    ),
+}
 
-@pytest.mark.sampled("keys alone-150-130", "documents-129-200")
+MASKS = BY_ELEMENT | IN_WORDS
+
+
+@pytest.mark.sampled("keys alone-150-130", "documents-129-200", "outside of a window-150-130")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, q_len, kv_len", [(name, 150, 130) for name in MASKS] + [("documents", 129, 200)])
 def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len):
@@ -51,7 +68,7 @@ def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len)
     captured = [make(max(q_len, kv_len)) for make in makes]
     found = attention(*map(gpu.put, drawn), flashgen.from_flex(of(*map(gpu.put, captured))))
     plan = next(plan for plan, *_ in gpu.launches)
-    assert isinstance(plan.specialized.mask, MaskByLookups) and plan.looks_up
+    assert isinstance(plan.specialized.mask, MaskInWords if name in IN_WORDS else MaskByLookups) and plan.looks_up
     b, h, q, k = (torch.arange(n) for n in (2, 1, q_len, kv_len))
     keep = of(*captured)(b[:, None, None, None], h[:, None, None], q[:, None], k)
     x, y, z = (t.double() for t in drawn)
@@ -80,3 +97,30 @@ def test_masks_that_read_by_a_query_or_a_key_look_up():
         text = emit(plan)
         assert nvrtc.compile(text, plan.arch).resources.spills == 0
         assert text.count("look_up(") == 4 and "__shfl_sync(~0u, doc_k[place / 32]" in text
+
+
+def test_a_mask_without_flags_of_keys_or_with_more_than_words_say_is_asked_for_elements():
+    flag, place = torch.zeros(64, dtype=torch.bool), torch.zeros(64, dtype=torch.int32)
+    others = {
+        "it reads no key": lambda b, h, q, k: (q - k < 9) & flag[q],
+        "of both": lambda b, h, q, k: flag[k] & (place[q] <= place[k]),
+        "a product": lambda b, h, q, k: flag[k] | (2 * k <= q),
+        "of the head too": lambda b, h, q, k: flag[(k + h) % 64] | (k <= q),
+        "whatever an element is": lambda b, h, q, k: flag[k] | (k <= place[q]),
+    }
+    for why, mask in others.items():
+        assert not isinstance(chosen(mask).specialized.mask, MaskInWords), why
+
+
+def test_no_element_of_a_mask_in_words_is_passed_on():
+    flag = torch.zeros(64, dtype=torch.bool)
+    for options in ({}, {"dropout": True}):
+        plan = chosen(lambda b, h, q, k: (abs(q - k) <= 128) | flag[q] | flag[k], **options)
+        text = emit(plan)
+        assert (
+            isinstance(plan.specialized.mask, MaskInWords)
+            and "keep(" not in text
+            and "__shfl_sync(~0u, flag" not in text
+        )
+        assert "return ((ones_from(q - 128 - k) & ones_below(q + 129 - k)) | ones_if(at.flag_q)) | at.flag_k;" in text
+        assert nvrtc.compile(text, plan.arch).resources.spills == 0

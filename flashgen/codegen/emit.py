@@ -9,6 +9,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from flashgen.analysis.facts import Facts, analyse
+from flashgen.analysis.words import in_words
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.distances import DistanceCode
@@ -22,7 +23,7 @@ from flashgen.codegen.sequences import SequenceCode
 from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning import split_keys
-from flashgen.planning.backward import lookups
+from flashgen.planning.backward import lookups, word_lookups
 from flashgen.planning.members import Launches, SoftCap
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, Tile
@@ -31,6 +32,8 @@ from flashgen.resources import folder
 
 if TYPE_CHECKING:
     from jinja2 import Environment
+
+    from flashgen.lang.expr import Node
 
 #: What stands in the place of files of the device library until it is known which of it is used.
 _PLACES = {"wrappers": ("// PTX wrappers", device.WRAPPERS), "library": ("// library", device.LIBRARY)}
@@ -48,7 +51,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     """
     facts = facts or analyse(plan.variant)
     found = variant_code(
-        *(facts, _tiles(plan), lookups(plan.variant) if plan.looks_up else (), plan.layout, plan.summaries),
+        *(facts, _tiles(plan), _given(plan), plan.layout, plan.summaries),
         judged_in_turn=plan.backward is not None and plan.backward.judged_in_turn,
         uniform=plan.masked_by_tile,
         within_bounds=plan.masked_within_bounds,
@@ -56,6 +59,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         distances=plan.specialized is not None,
         rows=profile(plan.variant).score_rows if plan.reads_rows else (),
         powers=plan.one_score,
+        words=in_words(plan.variant) if plan.masked_in_words else None,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)
@@ -92,6 +96,13 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
     for place, files in _PLACES.values():
         text = text.replace(place, device.used_by(kernel, files), 1)
     return folded(text)
+
+
+def _given(plan: KernelPlan) -> tuple[Node, ...]:
+    """What the mask is given of captured tensors."""
+    if plan.masked_in_words:
+        return word_lookups(plan.variant)
+    return lookups(plan.variant) if plan.looks_up else ()
 
 
 def _cap(plan: KernelPlan, found: VariantCode) -> str | None:

@@ -19,6 +19,7 @@ from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.powers import in_powers
 from flashgen.analysis.tanh import lone_tanh, soft_cap, takes_long
 from flashgen.analysis.tiles import Tiling
+from flashgen.analysis.words import Word
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen import per_pair
 from flashgen.codegen.device import identifiers
@@ -52,6 +53,7 @@ from flashgen.codegen.readers import (
 from flashgen.codegen.rows import RowCode, row_code
 from flashgen.codegen.summary_code import SummaryCode, summary_code
 from flashgen.codegen.turns import Turns, truths, turns
+from flashgen.codegen.words import visible_keys
 from flashgen.lang import ranges
 from flashgen.lang.expr import Node, const, depends_on, walk
 from flashgen.planning.backward import lookup_names
@@ -117,12 +119,42 @@ class Decision:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Lookup:
-    """An element that `keep` is given: its name, C++ type and value, and whether a query selects it, or a key."""
+    """An element that `keep` is given: its name, C++ type and value, and whether a query selects it, or a key.
+
+    Of keys each lane of a warp reads some, and passes them on: conditions as words that all lanes have, a bit for each
+    of 32 keys, and others as they are.
+    """
 
     name: str
     ctype: str
     value: Body
     by_query: bool
+    in_words: bool = False  # `visible_keys` is given the words of conditions of keys
+
+    @property
+    def operand(self) -> str:
+        """The type of what the mask is given."""
+        return self.of_thread if self.in_words else self.ctype
+
+    @property
+    def in_bits(self) -> bool:
+        return self.ctype == "bool" and not self.by_query
+
+    @property
+    def of_thread(self) -> str:
+        """The type of what a thread keeps."""
+        return "u32" if self.in_bits else self.ctype
+
+    def kept(self, read: str) -> str:
+        """That, by what a lane has read."""
+        return f"__ballot_sync(~0u, {read}) >> column" if self.in_bits else read
+
+    @property
+    def passed(self) -> str:
+        """The element of the key at `place` from the thread's first on."""
+        if self.in_bits:
+            return f"{self.name}[place / 32] >> place % 32 & 1"
+        return f"__shfl_sync(~0u, {self.name}[place / 32], place % 32 + column)"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -181,6 +213,7 @@ class VariantCode:
     sink      a logit beside the keys of a row
     finite_at_zero   without it P of rows beyond the last query, whose lse is infinite, has to be made 0
     lookups   what `keep` is given of captured tensors; empty: it reads them itself
+    words     the body of `visible_keys`, where the mask is asked for 32 keys at a time
     summaries   what `classify` reads that a kernel before it has found
     formula   (kind, text) lines for the banner
     """
@@ -193,6 +226,7 @@ class VariantCode:
     distances: tuple[str, ...]
     rows: tuple[RowCode, ...]
     keep: Body | None
+    words: tuple[str, ...]
     divides: bool
     runs: Decision | None
     classes: Decision | None
@@ -307,6 +341,7 @@ def variant_code(
     distances: bool = False,
     rows: tuple[Node, ...] = (),
     powers: bool = False,
+    words: Word | None = None,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
@@ -316,14 +351,15 @@ def variant_code(
     mask is the same for all pairs of a tile.  `within_bounds`: bounds are asked apart.  `rough_tanh`: a soft cap
     may be off by 2^-11 of the score.  `distances`: a score that takes q - k or k - q as a float is
     given it.  `rows` are the elements of rows of keys that a score is given.  `powers`: scores are wanted as powers
-    of two, of products that have been multiplied by log2(e), where that is free.
+    of two, of products that have been multiplied by log2(e), where that is free.  `words`: the mask is asked for 32
+    keys at a time, and given its conditions of keys alone.
     """
     mask, score = printed_of(facts)
     sink, cap, wide = facts.variant.sink_node, soft_cap(score), facts.int64
     apart = _distances(score, facts) if distances and score is not None else {}
     masked = mask is not None
     loads = loads_of(root for root in (mask, score) if root is not None)
-    given = _lookups(lookups, facts) if masked else {}
+    given = _lookups(lookups, facts, in_words=words is not None) if masked else {}
     kept = {one.name for one in summaries if one.bits is not None}
     bits = {one.value: one.name for one in facts.summaries if one.name in kept}
     read = {n: f"at.{one.name}" for n, one in given.items()}
@@ -354,6 +390,7 @@ def variant_code(
         small_tanh=None if score is None else _small_tanh(score, facts),
         soft_cap=None if cap is None else Printer(wide=wide).one(cap, {}),
         keep=None if each is None else conditions.body(each),
+        words=() if words is None else visible_keys(words, read, wide=facts.int64, exact=True),
         divides=each is not None and per_pair.divides(each),
         runs=Decider(facts).runs() if masked else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
@@ -405,12 +442,14 @@ def _parts(cut: Cells) -> Parts:
     return Parts(where=" and of ".join(where), loops=tuple(loops), rows=rows, keys=keys)
 
 
-def _lookups(loads: tuple[Node, ...], facts: Facts) -> dict[Node, Lookup]:
-    """Each element with a name of its own."""
-    found: dict[Node, Lookup] = {}
-    for name, n in zip(lookup_names(loads), loads, strict=True):
-        printer = Printer(wide=facts.int64)
-        found[n] = Lookup(name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=depends_on(n, "q"))
+def _lookups(known: tuple[Node, ...], facts: Facts, *, in_words: bool) -> dict[Node, Lookup]:
+    """Each element, or condition of a key, with a name of its own."""
+    printer, found = Printer(wide=facts.int64, exact=True), dict[Node, Lookup]()
+    for name, n in zip(lookup_names(known), known, strict=True):
+        of_query = depends_on(n, "q")
+        found[n] = Lookup(
+            name=name, ctype=printer.ctype(n), value=printer.body(n), by_query=of_query, in_words=in_words
+        )
     return found
 
 

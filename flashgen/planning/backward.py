@@ -8,7 +8,8 @@ from types import MappingProxyType
 
 from flashgen.analysis.derivative import derive, slopes
 from flashgen.analysis.facts import analyse
-from flashgen.lang.expr import Node, const, depends_on, loop_indices, positions_of, reads_by
+from flashgen.analysis.words import Of, in_words
+from flashgen.lang.expr import Node, const, depends_on, loop_indices, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import Layout
@@ -84,11 +85,22 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     return tuple(found)
 
 
-def lookup_names(loads: tuple[Node, ...]) -> tuple[str, ...]:
-    """A name of its own for each element of a captured tensor."""
+def word_lookups(variant: Variant) -> tuple[Node, ...]:
+    """What a mask in words is given: its conditions of keys alone, and the elements that queries alone select; none of
+    another mask."""
+    word = in_words(variant)
+    if word is None:
+        return ()
+    of_queries = (n for n in lookups(variant) if depends_on(n, "q"))
+    return (*of_queries, *word.having(Of.KEY))
+
+
+def lookup_names(known: tuple[Node, ...]) -> tuple[str, ...]:
+    """A name of its own for each element of a captured tensor, or condition, by the first tensor that it reads."""
     found: list[str] = []
-    for n in loads:
-        stem = f"{n.attr.name}_{'q' if depends_on(n, 'q') else 'k'}"
+    for n in known:
+        read = next((m.attr.name for m in walk([n]) if m.op == "load"), "seen")
+        stem = f"{read}_{'q' if depends_on(n, 'q') else 'k'}"
         number = sum(name.startswith(stem) for name in found)
         found.append(f"{stem}{number + 1}" if number else stem)
     return tuple(found)

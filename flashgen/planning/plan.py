@@ -32,6 +32,7 @@ from flashgen.planning.members import (
     Mask,
     MaskByElement,
     MaskByTile,
+    MaskInWords,
     MaskWithinBounds,
     OByTma,
     OFromRegisters,
@@ -569,6 +570,11 @@ class KernelPlan(Integers):
     def masked_within_bounds(self) -> bool:
         """Whether elements are asked for the bounds of the mask apart from the rest of it."""
         return isinstance(self.specialized, Specialized) and isinstance(self.specialized.mask, MaskWithinBounds)
+
+    @property
+    def masked_in_words(self) -> bool:
+        """Whether the mask is asked for 32 keys at a time."""
+        return isinstance(self.specialized, Specialized) and isinstance(self.specialized.mask, MaskInWords)
 
     @property
     def looks_up(self) -> bool:

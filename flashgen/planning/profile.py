@@ -14,7 +14,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.tanh import lone_tanh, soft_cap
 from flashgen.lang.expr import DType, Node, depends_on, loop_indices, node, positions_of, reads_by, walk
 from flashgen.lang.variant import Variant
-from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups
+from flashgen.planning.backward import captured_grads, has_slope, looks_up, lookups, word_lookups
 from flashgen.planning.plan import Tile
 from flashgen.planning.summaries import pair_tables
 
@@ -297,6 +297,11 @@ class Profile:
     def lookups(self) -> tuple[Node, ...]:
         """The elements that the mask reads by the query alone, or by the key and no query head."""
         return lookups(self.variant)
+
+    @cached_property
+    def word_lookups(self) -> tuple[Node, ...]:
+        """What the mask is given where it is made of words; empty: it is not."""
+        return word_lookups(self.variant)
 
 
 def _of_row(n: Node) -> bool:

@@ -40,6 +40,7 @@ from flashgen.planning.members.masks import MaskByLookups as MaskByLookups
 from flashgen.planning.members.masks import MaskByTile as MaskByTile
 from flashgen.planning.members.masks import MaskByWarpgroup as MaskByWarpgroup
 from flashgen.planning.members.masks import MaskFromBits as MaskFromBits
+from flashgen.planning.members.masks import MaskInWords as MaskInWords
 from flashgen.planning.members.masks import MaskWithinBounds as MaskWithinBounds
 from flashgen.planning.members.output import NO_FOLD as NO_FOLD
 from flashgen.planning.members.output import Fold as Fold

@@ -64,4 +64,22 @@ class MaskByLookups:
     looks_up: ClassVar[bool] = True
 
 
-Mask = MaskByElement | MaskWithinBounds | MaskAsBits | MaskFromBits | MaskByWarpgroup | MaskByTile | MaskByLookups
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MaskInWords:
+    """It is asked for 32 keys of a row at a time, a bit each.  Its conditions of keys alone are found before, while
+    products run: of each key by one lane of a warp; all lanes have the words of them."""
+
+    form: ClassVar[str] = "in_words"
+    looks_up: ClassVar[bool] = True
+
+
+Mask = (
+    MaskByElement
+    | MaskWithinBounds
+    | MaskAsBits
+    | MaskFromBits
+    | MaskByWarpgroup
+    | MaskByTile
+    | MaskByLookups
+    | MaskInWords
+)

@@ -28,6 +28,7 @@ from flashgen.planning.members import (
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
+    MaskInWords,
     MaskWithinBounds,
     OInPartsOfTurnedV,
     OnesApart,
@@ -268,7 +269,7 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
         reads = keys // READING_KEYS if asked.score_reads_by_key else 0
         parts.append(Part(name="score", amount=forward.SCORE_REGISTERS + reads, why="what the score function keeps"))
     form = _mask(c, request)
-    if isinstance(form, MaskByLookups):  # these themselves have registers of partial sums, which have joined O
+    if form.looks_up:  # these themselves have registers of partial sums, which have joined O
         amount = asked.mask_ops - 1 + OWN_REGISTERS * request.layout.own
         parts.append(Part(name="mask", amount=amount, why="what is made of elements that lanes pass on"))
     if isinstance(form, MaskFromBits):
@@ -295,7 +296,7 @@ def _captures(c: Candidate, request: KernelRequest) -> bool:
     asked, form = request.profile, _mask(c, request)
     if isinstance(form, MaskFromBits):
         return asked.score_reads_by_key or asked.mask_reads_beside_tables
-    given = isinstance(form, MaskByTile | MaskByWarpgroup | MaskByLookups)
+    given = isinstance(form, MaskByTile | MaskByWarpgroup | MaskByLookups | MaskInWords)
     return asked.score_reads_by_key if given else asked.reads_by_key
 
 

@@ -34,6 +34,7 @@ from flashgen.planning.members import (
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
+    MaskInWords,
     MaskWithinBounds,
     OByTma,
     OFromRegisters,
@@ -388,15 +389,16 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD
         parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
-    if isinstance(form, MaskByLookups):
-        words = sum(_words(n, c.tile.kv) for n in asked.lookups)
+    if form.looks_up:
+        known = asked.word_lookups if isinstance(form, MaskInWords) else asked.lookups
+        words = sum(_words(n, c.tile.kv) for n in known)
         parts.append(Part(name="looked up", amount=LOOKUP_REGISTERS + words, why=f"{words} words of queries and keys"))
     if rows := _rows(request):
         words = sum(c.tile.kv // 2 * STORED_BYTES[n.attr.dtype] // 4 for n in rows)
         wide = c.warpgroups > min(WARPGROUPS) and c.tile.kv > BOX
         amount = ROW_REGISTERS * len(rows) + words + WIDE_ROW_REGISTERS * wide
         parts.append(Part(name="rows", amount=amount, why=f"{words} words of both rows, and where they lie"))
-    given: dict[type, bool] = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups), False)
+    given: dict[type, bool] = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups, MaskInWords), False)
     given[MaskFromBits] = asked.mask_reads_beside_tables
     by_score = _score_reads(request)
     if by_score or given.get(type(form), asked.mask_reads_by_key > 0):
@@ -556,8 +558,11 @@ def mask_form(c: Candidate, request: KernelRequest) -> Mask:
         return MaskByWarpgroup()
     if not request.layout.own and keeps_bits(asked.facts, c.tile, "k"):
         return MaskFromBits()
+    own_and_lighter = request.layout.own and _lighter(c, request)
+    if asked.judged and asked.word_lookups and not own_and_lighter:
+        return MaskInWords()
     ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
-    if asked.judged and (ops >= BITS_OPS or (request.layout.own and _lighter(c, request))):
+    if asked.judged and (ops >= BITS_OPS or own_and_lighter):
         return MaskAsBits()
     # By elements of 16 bytes or less, as many as registers hold.
     item = sum(n.dtype.itemsize for n in asked.lookups)

@@ -1,0 +1,152 @@
+"""A mask in words: what a query sees of keys side by side, a bit for each.
+
+A condition of the key alone is found once for all rows of a tile, by the lane that has the key; one of the query alone
+is all ones or all zeros; and what bounds the key, `q - k <= 128`, is a run of ones.  An element is then a bit of a word
+that costs a few instructions.  Of a window to both sides with tokens by flag that all see, a warp executes 246
+instructions fewer for a tile of 128 keys, of 1,086; its forward took 888 us for 1,190 on an H200.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum
+from functools import lru_cache
+
+from flashgen.analysis.facts import analyse
+from flashgen.analysis.linear import Algebra, K, expression
+from flashgen.lang.build import apply
+from flashgen.lang.expr import Node, depends_on, loop_indices, positions_of, walk
+from flashgen.lang.variant import Variant
+
+#: The difference of a position and of what is within this fits in 32 bits.
+_FITS = 1 << 30
+
+#: The words that a thread keeps of 32 keys: more conditions of keys alone leave it no registers.
+_MOST_BY_KEY = 4
+
+#: A comparison whose sides are exchanged.
+_TURNED = {"le": "ge", "lt": "gt", "ge": "le", "gt": "lt", "eq": "eq", "ne": "ne"}
+
+
+class Of(Enum):
+    """What a word is made of."""
+
+    BOTH = "and"
+    EITHER = "or"
+    ONE = "xor"
+    NOT = "not"
+    KEY = "key"  # a condition of the key alone
+    QUERY = "query"  # a condition that no key changes
+    FROM = "from"  # ones from a key on
+    BELOW = "below"  # ones up to a key, without it
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """A word of words, or of a node: a condition, or a key."""
+
+    of: Of
+    words: tuple[Word, ...] = ()
+    node: Node | None = None
+
+    @property
+    def nodes(self) -> tuple[Node, ...]:
+        """Those of all words that it is made of, in their order."""
+        own = () if self.node is None else (self.node,)
+        return (*own, *(n for word in self.words for n in word.nodes))
+
+    def having(self, of: Of) -> tuple[Node, ...]:
+        """The nodes of its words of this kind, each once."""
+        own = [self.node] if self.of is of and self.node is not None else []
+        return tuple(dict.fromkeys((*own, *(n for word in self.words for n in word.having(of)))))
+
+
+class _Unspeakable(Exception):
+    """A part of the mask is no word."""
+
+
+@lru_cache(maxsize=256)
+def in_words(variant: Variant) -> Word | None:
+    """The mask of a variant whose constants are bound, where it is made of such conditions alone and some of the key
+    read a captured tensor; else None."""
+    if variant.mask is None or not analyse(variant).hidden:
+        return None
+    try:
+        found = _Reader(analyse(variant).int64).word(variant.mask)
+    except _Unspeakable:
+        return None
+    by_key = found.having(Of.KEY)
+    reads = any(n.op == "load" for n in walk(by_key))
+    return found if reads and len(by_key) <= _MOST_BY_KEY else None
+
+
+class _Reader:
+    """Finds words; `wide` are the ints of 32 bits whose values may leave them."""
+
+    def __init__(self, wide: frozenset[Node]) -> None:
+        self.wide, self.algebra = wide, Algebra()
+
+    def word(self, n: Node) -> Word:
+        """That of a condition."""
+        if not depends_on(n, "k"):
+            return Word(Of.QUERY, node=n)
+        if n.op in (of := {"logical_and": Of.BOTH, "logical_or": Of.EITHER, "logical_xor": Of.ONE}):
+            if self._of_key(n) and not any(map(self._bounds, n.operands)):
+                return Word(Of.KEY, node=n)
+            return Word(of[n.op], tuple(map(self.word, n.operands)))
+        if n.op == "logical_not":
+            return Word(Of.NOT, (self.word(*n.operands),))
+        if (bound := self._bounds(n)) is not None:
+            return bound
+        if self._of_key(n):
+            return Word(Of.KEY, node=n)
+        raise _Unspeakable
+
+    @staticmethod
+    def _of_key(n: Node) -> bool:
+        """Whether the key and neither the query nor the head decides, outside of loops."""
+        return positions_of(n) <= {"b", "k"} and not loop_indices(n)
+
+    def _bounds(self, n: Node) -> Word | None:
+        """A comparison that bounds the key, by what no key changes."""
+        if n.op not in _TURNED or not n.operands[0].dtype.is_int:
+            return None
+        if any(o in self.wide or o.dtype.itemsize > 4 for o in n.operands):
+            return None
+        left, right = n.operands
+        if right.op == "abs":
+            left, right, op = right, left, _TURNED[n.op]
+        else:
+            op = n.op
+        if left.op == "abs":
+            return self._within(op, left.operands[0], right)
+        return self._bound(op, left, right)
+
+    def _within(self, op: str, x: Node, most: Node) -> Word | None:
+        """|x| compared with a number."""
+        inside = {"le": "le", "lt": "lt", "gt": "le", "ge": "lt"}.get(op)
+        if inside is None:
+            return None
+        sides = self._bound(inside, x, most), self._bound(inside, apply("neg", x), most)
+        if sides[0] is None or sides[1] is None:
+            return None
+        both = Word(Of.BOTH, (sides[0], sides[1]))
+        return both if inside == op else Word(Of.NOT, (both,))
+
+    def _bound(self, op: str, left: Node, right: Node) -> Word | None:
+        form = self.algebra.form(left) - self.algebra.form(right)
+        sign, rest = form.terms.get(K, 0), form.without([K])
+        if abs(sign) != 1 or any(depends_on(t, "k") for t in rest.terms):
+            return None
+        if any(t in self.wide or t.dtype.itemsize > 4 for t in rest.terms):
+            return None
+        if sum(abs(c) * self.algebra.largest(t) for t, c in rest.terms.items()) + abs(rest.constant) >= _FITS:
+            return None
+        if sign < 0:
+            op, rest = _TURNED[op], -rest
+        # Now it says that the key is below, at or above -rest.
+        at, behind = expression(-rest), expression(-rest + 1)
+        first, past = Word(Of.FROM, node=at), Word(Of.FROM, node=behind)
+        under, up_to = Word(Of.BELOW, node=at), Word(Of.BELOW, node=behind)
+        exactly = Word(Of.BOTH, (first, up_to))
+        return {"lt": under, "le": up_to, "ge": first, "gt": past, "eq": exactly, "ne": Word(Of.NOT, (exactly,))}[op]
