@@ -15,7 +15,7 @@ from flashgen.analysis.facts import analyse
 from flashgen.analysis.summaries import MOST, Group
 from flashgen.analysis.tiles import EMPTY, FULL, PARTIAL, Case
 from flashgen.codegen.printer import Formula
-from flashgen.planning import planner, summaries, traffic
+from flashgen.planning import order, planner, summaries, traffic
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
 from flashgen.runtime import tiles as walk
@@ -284,7 +284,7 @@ def test_an_element_that_no_pair_needs_may_lie_outside():
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 @pytest.mark.parametrize("name", ["rotated", "restarts", "flags", "heights", "blocks", "dense", "table"])
-def test_bytes_are_those_of_the_walk(name, pipeline):
+def test_bytes_are_those_of_the_walk(monkeypatch, name, pipeline):
     variant = fg.variant(MASKS[name])
     problem = Problem(batch=2, heads=2, kv_heads=1, q_len=300, kv_len=331, head_dim=64, v_head_dim=64)
     tensors = drawn(variant, np.random.default_rng(1), problem.sizes())
@@ -296,7 +296,14 @@ def test_bytes_are_those_of_the_walk(name, pipeline):
     assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == moved
     assert dict(predicted.kernels)["attention_summaries"].write_bytes == counted.summaries > 0
     of_bits = [one.bits_pointer for one in plan.summaries if one.bits is not None]
-    assert [part.name for part in predicted.workspaces] == [*(one.pointer for one in plan.summaries), *of_bits]
+    names = [*(one.pointer for one in plan.summaries), *of_bits, *(["order"] if plan.ordered else [])]
+    assert [part.name for part in predicted.workspaces] == names and plan.ordered == (pipeline == "hopper")
+    if plan.ordered:
+        monkeypatch.setattr(order, "wanted", lambda *_: True)
+        predicted, counted = traffic.predict(plan, problem, case), walk.count(plan, facts, case, **dims)
+        assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
+        assert counted.order == sum(part.amount for part in predicted.workspaces if part.name == "order") > 0
+        monkeypatch.undo()
     for deterministic in (False, True):
         menu = planner.backward_menu(variant, "sm_90a", "bfloat16", 64, pipeline=pipeline, deterministic=deterministic)
         plan = menu.plans[0]

@@ -15,6 +15,7 @@ from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.distances import DistanceCode
 from flashgen.codegen.fold import folded
 from flashgen.codegen.operands import PTX_TYPE, OperandCode
+from flashgen.codegen.order import OrderCode
 from flashgen.codegen.packs import PackCode
 from flashgen.codegen.pages import PagesCode
 from flashgen.codegen.reachable import reachable
@@ -69,6 +70,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "code": found,
         "seq": seq,
         "keys": KeyCode(plan.keys, plan.tile.kv),
+        "order": OrderCode(plan),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine": split_keys.combining(plan),
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None, whole_rows=plan.whole_rows),
@@ -139,6 +141,7 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
         ("roles", plan.program.text()),
         *([("launch", str(plan.launches))] if plan.launches.early else []),
         *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
+        *([("order", "tiles of queries that see most come first; in small calls, the last ones")] if plan.ordered else []),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))

@@ -75,7 +75,7 @@ def fields(plan: KernelPlan) -> tuple[Field, ...]:
     if plan.backward is not None:
         return _backward_fields(plan)
     shape = plan.specialized, plan.dropout, plan.layout, plan.summaries, plan.keys, plan.float8, plan.packed
-    return fields_of(plan.variant, plan.out_dtype, *shape, plan.whole_rows)
+    return fields_of(plan.variant, plan.out_dtype, *shape, plan.whole_rows, plan.ordered)
 
 
 def head_boxes(whole_rows: Iterable[str]) -> tuple[str, ...]:
@@ -100,6 +100,7 @@ def fields_of(
     float8: Float8 | None = None,
     packed: bool = False,
     whole_rows: tuple[str, ...] = (),
+    ordered: bool = False,
 ) -> tuple[Field, ...]:
     """The members of a forward's `Params`: pointers, then 64-bit, then 32-bit numbers, so that none needs padding.
 
@@ -110,7 +111,8 @@ def fields_of(
     q in memory, and `q_offset` is the position of the first query where no `q_offsets` say it.  Where keys are split
     among `splits` blocks, `part_o` and `part_rows` are what these leave.  Of q, k and v those of 8 bits (`dtype` is
     that of o) have descales, whose `row` is a block of 1 << `block_log2` rows; `q_descale_heads` heads share one of q.
-    Of k and v in whole rows `head_boxes` are those from a key head to the next.
+    Of k and v in whole rows `head_boxes` are those from a key head to the next.  Where tiles of queries are `ordered`
+    in this call, their `order` is there.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
@@ -133,8 +135,11 @@ def fields_of(
     if specialized is not None and specialized.fold.pointer:
         pointers.append(Field(specialized.fold.pointer, "float*"))
     pointers += _summaries(summaries)
+    if ordered:
+        pointers.append(Field("order", "int*"))
     numbers += [*sequences.numbers, *head_boxes(whole_rows)]
     numbers += [*(f"{name}_block_log2" for name in scaled), *(["q_descale_heads"] if "q" in scaled else [])]
+    numbers += ["ordered"] if ordered else []
     return _members(variant, pointers, (*("o" if mapped else "qkvo"), *descales), numbers, dropout, sequences.strides)
 
 

@@ -60,12 +60,14 @@ _STRIDED = ("q", "k", "v", "o", "d_o", "dq", "dk", "dv")
 
 class Simulated(NamedTuple):
     """o [batch, heads, q_len, v_head_dim] and lse [batch, heads, q_len] as float32, and what the kernel that visits
-    tiles did; `reports` has what each did, by its entry."""
+    tiles did; `reports` has what each did, by its entry, and `workspaces` are as kernels leave them, in words that are
+    float32 or as wide."""
 
     o: np.ndarray
     lse: np.ndarray
     report: Report
     reports: dict[str, Report]
+    workspaces: dict[str, np.ndarray]
 
 
 class SimulatedBackward(NamedTuple):
@@ -291,8 +293,8 @@ def simulate(
     if plan.float8 is not None:
         facts["descales"] = {name: tensors.add_descale(name, descales[name]) for name in plan.float8.scaled}
     options = Options(seed=seed, check=check, step_limit=step_limit, accumulator_bits=accumulator_bits)
-    _, reports = tensors.run(facts, change, source, options)
-    return Simulated(loaded(o, plan.out_dtype), lse, reports[main_entry(plan)], reports)
+    workspaces, reports = tensors.run(facts, change, source, options)
+    return Simulated(loaded(o, plan.out_dtype), lse, reports[main_entry(plan)], reports, workspaces)
 
 
 def simulate_backward(

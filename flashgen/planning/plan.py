@@ -572,6 +572,13 @@ class KernelPlan(Integers):
         return isinstance(self.specialized, Specialized) and isinstance(self.specialized.mask, MaskWithinBounds)
 
     @property
+    def ordered(self) -> bool:
+        """Whether blocks take tiles of queries in an order that a kernel before it may have found."""
+        if not isinstance(self.specialized, Specialized) or self.packed:
+            return False
+        return getattr(self.specialized.scheduler, "ordered", False)
+
+    @property
     def masked_in_words(self) -> bool:
         """Whether the mask is asked for 32 keys at a time."""
         return isinstance(self.specialized, Specialized) and isinstance(self.specialized.mask, MaskInWords)

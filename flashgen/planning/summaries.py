@@ -81,15 +81,26 @@ def tensors_beside(plan: KernelPlan) -> tuple[Tensor, ...]:
     """The captured tensors that kernels which visit tiles read beside summaries: those of the score, those that tell
     the class of a tile, those of the mask of a pair where it is asked for, but for what is bits by then, and in a
     forward the sink."""
-    variant, facts = plan.variant, analyse(plan.variant)
-    made = {one.name: one.bits for one in plan.summaries}
-    summarised = {one.value: made[one.name] for one in facts.summaries if one.name in made}
+    variant, summarised = plan.variant, _summarised(plan)
     pairs = [root for root in variant.pair_roots if root is not variant.mask or not plan.masked_by_tile]
-    classes = [n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]
-    read = _loaded(pairs, {n for n, bits in summarised.items() if bits}) | _loaded(classes, set(summarised))
+    read = _loaded(pairs, {n for n, bits in summarised.items() if bits}) | {t.name for t in tensors_of_classes(plan)}
     if variant.sink is not None and plan.pass_name == "forward":
         read.add(variant.sink.name)
     return tuple(tensor for tensor in variant.tensors if tensor.name in read)
+
+
+def tensors_of_classes(plan: KernelPlan) -> tuple[Tensor, ...]:
+    """The captured tensors that tell the class of a tile beside summaries."""
+    facts = analyse(plan.variant)
+    classes = [n for term in (*facts.visible, *facts.hidden) for n in term.nodes()]
+    read = _loaded(classes, set(_summarised(plan)))
+    return tuple(tensor for tensor in plan.variant.tensors if tensor.name in read)
+
+
+def _summarised(plan: KernelPlan) -> dict[Node, RowBits | None]:
+    """The parts of the mask that have summaries, and how their values are kept."""
+    made = {one.name: one.bits for one in plan.summaries}
+    return {one.value: made[one.name] for one in analyse(plan.variant).summaries if one.name in made}
 
 
 def _loaded(roots: Iterable[Node], known: set[Node]) -> set[str]:

@@ -18,14 +18,14 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flashgen.analysis import counts
 from flashgen.analysis import facts as analysis
 from flashgen.errors import PlanError
-from flashgen.planning import backward, split_keys, summaries, traffic_backward, traffic_sequences
+from flashgen.planning import backward, order, split_keys, summaries, traffic_backward, traffic_sequences
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.menu import Measured, Rejected
 from flashgen.planning.pipelines.table import pipeline_of
@@ -134,16 +134,20 @@ def _costs(plan: KernelPlan, problem: Problem, case: Case, splits: int) -> dict[
     tiles = _tiles(plan, problem, case)
     captured = _stored(plan.variant.tensors, case)
     of_summaries, read_again = _summaries(plan, problem, case)
-    visits = _moved(problem, tiles, _stored(summaries.tensors_beside(plan), case) + read_again)
+    ordering = _ordering(plan, problem, case, read_again)
+    ordered = 0 if ordering is None else ordering.write_bytes // 2  # the other half says how much each tile sees
+    visits = _moved(problem, tiles, _stored(summaries.tensors_beside(plan), case) + read_again + ordered)
     parts = None
     if plan.keys.split and not problem.empty:
         count = functools.partial(split_keys.rows_of_parts, plan, problem, case)
         rows = split_keys.rows(plan, problem)
         parts = _parts_of(plan, count, rows, rows, splits)
     compulsory, standard = _compulsory(problem, captured), _standard(problem, captured)
-    found = _costs_of(plan, problem, case, tiles, visits, parts, of_summaries, compulsory)
+    before = {summaries.ENTRY: of_summaries} if plan.summaries else {}
+    before |= {} if ordering is None else {order.ENTRY: ordering}
+    found = _costs_of(plan, problem, case, tiles, visits, parts, before, compulsory)
     workspaces = (*split_keys.workspaces(plan, problem, splits), *summaries.workspaces(plan, problem))
-    return {**found, "standard": standard, "workspaces": workspaces}
+    return {**found, "standard": standard, "workspaces": (*workspaces, *order.workspaces(plan, problem))}
 
 
 def _own_costs(
@@ -165,7 +169,7 @@ def _own_costs(
     if plan.keys.split:
         count = functools.partial(traffic_sequences.count_parts, plan, problem, case, own)
         parts = _parts_of(plan, count, q_rows * problem.heads, split_keys.rows(plan, problem, q_rows), splits)
-    found = _costs_of(plan, problem, case, tiles, visits, parts, _bytes(0, 0), compulsory)
+    found = _costs_of(plan, problem, case, tiles, visits, parts, {}, compulsory)
     workspaces = split_keys.workspaces(plan, problem, splits, q_rows)
     return {**found, "standard": standard, "workspaces": workspaces}
 
@@ -177,17 +181,16 @@ def _costs_of(
     tiles: TileCounts,
     visits: Bytes,
     parts: _Parts | None,
-    of_summaries: Bytes,
+    before: Mapping[str, Bytes],
     compulsory: Bytes,
 ) -> dict[str, Any]:
     """Fields of the prediction of a forward that visits these tiles, for which one kernel moves so much where keys are
-    not split."""
+    not split, and those `before` it by name."""
     combining = {split_keys.ENTRY: _bytes(0, 0)} if plan.keys.split else {}
     if parts is not None:
         visits, combined = _parts(plan, problem, case, visits, tiles, parts)
         combining = {parts.entry: combined}
-    kernels = {summaries.ENTRY: of_summaries} if plan.summaries else {}
-    kernels |= {"attention_forward": visits} | combining
+    kernels = {**before, "attention_forward": visits, **combining}
     moved = _bytes(sum(one.read_bytes for one in kernels.values()), sum(one.write_bytes for one in kernels.values()))
     per_pair, scores = 2 * (problem.head_dim + problem.v_head_dim), tiles.visited * plan.tile.q * plan.tile.kv
     special, _ = profile(plan.variant).score_ops
@@ -227,6 +230,15 @@ def _summaries(plan: KernelPlan, problem: Problem, case: Case) -> tuple[Bytes, i
         return _bytes(0, 0), 0
     made = _bytes(*summaries.moved(plan, problem, sizes))
     return made, made.write_bytes
+
+
+def _ordering(plan: KernelPlan, problem: Problem, case: Case, of_summaries: int) -> Bytes | None:
+    """What putting tiles of queries in order moves; None where they are not."""
+    tiles = -(-problem.q_len // plan.tile.q) * problem.heads * problem.batch
+    if not order.wanted(plan, tiles, -(-problem.kv_len // plan.tile.kv), ARCHS[plan.arch].sms):
+        return None
+    read = of_summaries + _stored(summaries.tensors_of_classes(plan), case)
+    return _bytes(read, sum(part.amount for part in order.workspaces(plan, problem)))
 
 
 def _tiles(plan: KernelPlan, problem: Problem, case: Case) -> TileCounts:

@@ -15,7 +15,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, NamedTuple
 
 from flashgen.codegen import params as members
-from flashgen.planning import backward, split_keys, summaries
+from flashgen.planning import backward, order, split_keys, summaries
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
@@ -269,6 +269,7 @@ def _outline(plan: KernelPlan) -> _Outline:
         for axis in range(len(tensor.dims)):
             names += f"size{axis}_{tensor.name}", f"stride{axis}_{tensor.name}"
     storable = () if plan.backward is None else backward.storable(plan)
+    names += ("ordered",) if plan.ordered else ()
     names += () if plan.backward is None else ("clear_distance", *(f"stored_{name}" for name in storable))
     return _Outline(
         pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
@@ -431,6 +432,9 @@ def make_launch(
         if clear_distance is None:
             clear_distance = backward.clear_distance(plan, problem, sms, together)
         numbers.append(min(clear_distance, batch * kv_heads))
+    if plan.ordered:
+        tiles = _taken(plan, problem, q_tiles, pack, kv_splits)
+        numbers.append(int(order.wanted(plan, tiles, kv_tiles, sms)))
     if outline.by_length or outline.gradients:
         shapes = {name: captured[name].sizes for name in plan.gradients}
         if outline.storable:
@@ -464,7 +468,7 @@ def _by_tiles(
         workspaces = backward.workspaces(plan, problem, shapes, q_tiles if outline.joined else None)
     workspaces = (*workspaces, *split_keys.workspaces(plan, problem, kv_splits, rows[0], sms))
     if plan.summaries:
-        workspaces = (*workspaces, *summaries.workspaces(plan, problem))
+        workspaces = (*workspaces, *summaries.workspaces(plan, problem), *order.workspaces(plan, problem))
     cleared = (COUNTERS,) if outline.counted and taken > sms else ()  # else each block has but one tile
     return _grids(plan, problem, sms, rows, taken, kv_splits), workspaces, cleared
 
@@ -501,6 +505,9 @@ def _grids(
 ) -> tuple[LaunchGrid, ...]:
     if plan.backward is None:
         found = _forward_grids(plan, problem, sms, rows, taken, kv_splits)
+        if order.wanted(plan, taken, -(-problem.kv_len // plan.tile.kv), sms):
+            blocks = order.orders(plan, problem.batch, problem.heads)
+            found.insert(0, _grid(plan, order.ENTRY, blocks, order.THREADS))
     else:
         found = _backward_grids(plan, problem, sms, rows)
     if plan.summaries:

@@ -19,7 +19,8 @@ from flashgen.analysis.tiles import FULL
 from flashgen.lang import float8
 from flashgen.lang.evaluate import check_positions, evaluate
 from flashgen.lang.stored import rounded
-from flashgen.planning import split_keys, summaries
+from flashgen.planning import order, split_keys, summaries
+from flashgen.planning.arch import ARCHS
 from flashgen.planning.float8 import CODE_BIAS, E4M3, FAR, FLOAT8, WORDS_BY_BITS
 from flashgen.planning.members import FoldedLeaves, Leaves
 from flashgen.planning.plan import Tile
@@ -55,9 +56,9 @@ class Visits:
 
 @dataclass(slots=True, kw_only=True)
 class Traffic(Visits):
-    """What a walk visited, and the bytes of each operand that it moved; of `summaries`, and of `parts` where keys are
-    split, those written, beside `parts_read`; of the page `table` those of the entries that lead to visited keys, each
-    once."""
+    """What a walk visited, and the bytes of each operand that it moved; of `summaries`, of the `order` of tiles of
+    queries, and of `parts` where keys are split, those written, beside `parts_read`; of the page `table` those of the
+    entries that lead to visited keys, each once."""
 
     q: int = 0
     k: int = 0
@@ -66,18 +67,20 @@ class Traffic(Visits):
     o: int = 0
     lse: int = 0
     summaries: int = 0
+    order: int = 0
     parts: int = 0
     parts_read: int = 0
     table: int = 0
 
     @property
     def read_bytes(self) -> int:
-        # Summaries by whoever classifies tiles, parts by whoever combines them.
-        return self.q + self.k + self.v + self.captured + self.table + self.summaries + self.parts_read
+        # Summaries by whoever classifies tiles, the half of the order that is one, parts by whoever combines them.
+        classified = self.summaries * (2 if self.order else 1) + self.order // 2
+        return self.q + self.k + self.v + self.captured + self.table + classified + self.parts_read
 
     @property
     def write_bytes(self) -> int:
-        return self.o + self.lse + self.summaries + self.parts
+        return self.o + self.lse + self.summaries + self.order + self.parts
 
     def add(self, other: Traffic) -> None:
         """Count what another walk visited and moved as well."""
@@ -487,6 +490,11 @@ class _Walk(Tiles):
         if self.q.size and self.kv_len:  # else no kernel runs
             read, self.traffic.summaries = self.summarised()
             self.traffic.captured += read
+            q_tiles, kv_tiles = -(-self.q_len // self.tile.q), -(-self.kv_len // self.tile.kv)
+            heads = self.kv_heads * self.group
+            if order.wanted(self.plan, q_tiles * heads * self.batch, kv_tiles, ARCHS[self.plan.arch].sms):
+                self.traffic.order = 8 * order.orders(self.plan, self.batch, heads) * q_tiles
+                self.traffic.captured += self.captured_bytes(summaries.tensors_of_classes(self.plan))
 
     def _q_tiles(self) -> Iterator[tuple[tuple[slice, slice, slice], slice, list[tuple[int, int]]]]:
         """Each Q tile's batches and heads, rows and KV schedule."""

@@ -11,10 +11,13 @@ from typing import ClassVar
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScheduler:
-    """A counter in memory, long tiles first."""
+    """A counter in memory, long tiles first: the last ones, or where they are `ordered` as a kernel before it has put
+    them, by what data hide."""
 
     template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+
+    ordered: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -598,7 +598,10 @@ def scheduler(request: KernelRequest) -> Scheduler:
         return PartScheduler()
     # Where sequences have lengths of their own, so have the parts of their keys.
     uneven = request.profile.masked or (request.keys.split and request.layout.own)
-    return DynamicScheduler() if uneven else StaticScheduler()
+    if not uneven:
+        return StaticScheduler()
+    plain = not request.layout.own and request.keys == ALL_KEYS
+    return DynamicScheduler(ordered=plain and request.profile.hides and bool(request.profile.facts.summaries))
 
 
 def packed(plan: KernelPlan) -> KernelPlan | None:
