@@ -44,6 +44,8 @@ mask = fg.tensor(
     "mask", dims=("batch", "heads", "q", "kv"), dtype="bool", example=some_of("batch", "heads", "q_len", "kv_len")
 )
 flag = fg.tensor("flag", dims=("kv",), dtype="bool", example=some_of("kv_len"))
+doc = fg.tensor("doc", ("batch", None), "int32", example=lambda p, rng: rng.integers(0, 5, (p.batch, p.kv_len)))
+
 layout = fg.tensor(
     "layout", dims=(None, None), dtype="bool", example=lambda p, rng: (rng.random((5, 5)) < 0.4) | np.eye(5, dtype=bool)
 )
@@ -278,3 +280,13 @@ def test_dilated_takes_remainders_of_each_side():
     fourth = fg.variant(lambda b, h, q, k: (k <= q) & ((q - k) % 4 == 0), name="each_fourth")
     assert "(q & 3) == (k & 3)" in emit(first(fourth))
     assert "q % p.param_dilation == k % p.param_dilation" in emit(first(load_spec("dilated")))
+
+
+@pytest.mark.slow
+def test_behind_the_last_tile_nothing_is_judged():
+    """Runs of keys end with no tile, of which there is no summary either."""
+    of_three = fg.variant(
+        lambda b, h, q, k: fg.where(q < 0, doc[b, k] == 3, abs(q // 6 - k // 6) >= 0), name="of_three"
+    )
+    work = ptx_attention.work(of_three, "ampere", heads=1, q_len=70, kv_len=70)
+    assert work.plan.summaries and work.wrong(work.run()) == ()
