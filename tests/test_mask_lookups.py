@@ -124,3 +124,55 @@ def test_no_element_of_a_mask_in_words_is_passed_on():
         )
         assert "return ((ones_from(q - 128 - k) & ones_below(q + 129 - k)) | ones_if(at.flag_q)) | at.flag_k;" in text
         assert nvrtc.compile(text, plan.arch).resources.spills == 0
+
+
+def wanted_of(mask, b, start, x, y, z):
+    """o of one head in float64, of queries from a position on."""
+    q, k = start + torch.arange(len(x)), torch.arange(len(y))
+    keep = mask(torch.tensor(b), torch.tensor(0), q[:, None], k[None, :])
+    s = (x.double() @ y.double().mT * DIM**-0.5).masked_fill(~keep, -torch.inf)
+    return torch.where(keep.any(-1, keepdim=True), s.softmax(-1), 0.0) @ z.double()
+
+
+def window_and_flags(flag):
+    return lambda b, h, q, k: (abs(q - k) <= 20) & ~flag[b, k] | flag[b, q]
+
+
+def window_without_flags(flag):  # of packed heads nothing is told of queries
+    return lambda b, h, q, k: (q - k <= 20) & ~flag[b, k]
+
+
+@pytest.mark.sampled("joined", "packed")
+@pytest.mark.slow
+@pytest.mark.parametrize("how", ["padded", "joined", "packed", "8 bits"])
+def test_words_are_right_wherever_rows_lie(monkeypatch, how):
+    gpu = install(monkeypatch, (9, 0))
+    generator = torch.Generator().manual_seed(1)
+    flag, of = flags(170), window_without_flags if how == "packed" else window_and_flags
+    variant, lengths, start = flashgen.from_flex(of(gpu.put(flag))), [(70, 90), (33, 150)], 0
+    q, k, v = (torch.randn(2, 1, n, DIM, generator=generator).to(torch.bfloat16) for n in (70, 150, 150))
+    rows = [(b, q[b, 0, :q_len], k[b, 0, :kv_len], v[b, 0, :kv_len]) for b, (q_len, kv_len) in enumerate(lengths)]
+    of_q, of_k = (torch.tensor(n, dtype=torch.int32) for n in zip(*lengths, strict=True))
+    if how == "padded":
+        o = plain(attention(*map(gpu.put, (q, k, v)), variant, q_lengths=gpu.put(of_q), kv_lengths=gpu.put(of_k)))
+        found = [o[b, 0, :q_len] for b, (q_len, _) in enumerate(lengths)]
+    elif how == "joined":
+        joined = [gpu.put(torch.cat([one[i] for one in rows])[:, None]) for i in (1, 2, 3)]
+        ends = [gpu.put(torch.nn.functional.pad(n.cumsum(0), (1, 0)).int()) for n in (of_q, of_k)]
+        o = flashgen.attention_varlen(*joined, variant, *ends, max_seqlen_q=70, max_seqlen_k=150)
+        found = plain(o)[:, 0].split(of_q.tolist())
+    elif how == "packed":
+        x, start = torch.randn(2, 4, 3, DIM, generator=generator).to(torch.bfloat16), 60
+        o = plain(attention(*map(gpu.put, (x, k, v)), variant, q_offset=start, kv_splits=1))
+        rows = [(b, x[b, h], k[b, 0], v[b, 0]) for b in range(2) for h in range(4)]
+        found = o.flatten(0, 1)
+    else:
+        narrow = [x.to(torch.float8_e4m3fn) for x in (q, k, v)]
+        o = plain(attention(*map(gpu.put, narrow), variant, **{f"{n}_descale": gpu.put(torch.ones(1)) for n in "qkv"}))
+        rows = [(b, *(x[b, 0].float() for x in narrow)) for b in range(2)]
+        found = o.squeeze(1)
+    plan = next(plan for plan, *_ in gpu.launches if plan.specialized is not None)
+    assert isinstance(plan.specialized.mask, MaskInWords) and plan.packed == (how == "packed")
+    rough = 0.15 if how == "8 bits" else 0.03
+    for (b, *xyz), o in zip(rows, found, strict=True):
+        torch.testing.assert_close(o.double(), wanted_of(of(flag), b, start, *xyz), rtol=rough, atol=rough)
