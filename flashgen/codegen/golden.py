@@ -10,7 +10,7 @@ from typing import Any
 from flashgen import files
 from flashgen.codegen import quantize
 from flashgen.codegen.emit import emit
-from flashgen.lang.load import load_spec, shipped
+from flashgen.lang.load import gallery, load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.float8 import E4M3
 from flashgen.planning.layout import Padded, Paged, Varlen
@@ -30,6 +30,9 @@ WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
 
 #: The spec whose forwards of packed heads are kept too.
 PACKED = "causal_bottom_right"
+
+#: The mask of real models whose forward of pipeline hopper is kept: asked for in words, and its tiles are put in order.
+IN_WORDS = "global_flags"
 
 #: The spec whose forward in 8 bits is kept, and its head dims: with three warpgroups, two, and P V in pieces.
 FLOAT8, FLOAT8_DIMS = "causal", (64, 128, 192)
@@ -75,7 +78,7 @@ class Golden:
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
     largest it allows, where the pipeline serves them; WIDE backwards, forwards of PACKED heads, one of them for few
-    queries over keys of 8 bits, forwards of 8 bits, and OPTIONS; and kernels that make tensors of 8 bits."""
+    queries over keys of 8 bits, forwards of 8 bits, a mask in words, and OPTIONS; and kernels that make tensors of 8 bits."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -97,6 +100,8 @@ def goldens() -> Iterator[Golden]:
     decodes = planner.menu(variant, "sm_90a", DTYPE, HEAD_DIM, k_dtype=E4M3, v_dtype=E4M3, keys=SplitKeys())
     plan = decodes.few[0]
     yield Golden(path=Path(plan.arch, plan.pass_name, "widened", f"{PACKED}.cu"), text=emit(plan), plan=plan)
+    plan = planner.menu(load_spec(gallery()[IN_WORDS]).bind(), "sm_90a", DTYPE, HEAD_DIM).plans[0]
+    yield Golden(path=Path(plan.arch, plan.pass_name, "masks", f"{IN_WORDS}.cu"), text=emit(plan), plan=plan)
     variant = load_spec(shipped()[FLOAT8]).bind()
     for head_dim in FLOAT8_DIMS:
         plan = planner.menu(variant, "sm_90a", E4M3, head_dim).plans[0]
