@@ -7,7 +7,7 @@ import pytest
 from cli import flashgen
 
 import flashgen as fg
-from flashgen.codegen.golden import QUANTIZED, goldens
+from flashgen.codegen.golden import IN_WORDS, QUANTIZED, goldens
 from flashgen.lang.load import load_spec, shipped
 
 FOLDER = Path(__file__).parents[1] / "generated"
@@ -25,13 +25,13 @@ def emitted(made):
 
 @pytest.mark.slow
 def test_every_shipped_spec_has_its_file_and_nothing_else_has(made, emitted):
-    assert {golden.path.stem for golden in made if golden.attends} == set(shipped())
+    assert {golden.path.stem for golden in made if golden.attends} == {*shipped(), IN_WORDS}
     assert {golden.path.stem for golden in made if not golden.attends} == set(QUANTIZED)
     kept = {path.relative_to(FOLDER) for path in FOLDER.rglob("*.cu")}
     assert kept == set(emitted), "refresh them with: flashgen golden"
 
 
-@pytest.mark.parametrize("name", sorted([*shipped(), *QUANTIZED]))
+@pytest.mark.parametrize("name", sorted([*shipped(), IN_WORDS, *QUANTIZED]))
 def test_the_kept_text_is_what_is_emitted(emitted, name):
     paths = [path for path in emitted if path.stem == name]
     assert paths
@@ -51,7 +51,7 @@ def command(text):
     "blocks", "local_softcap", "log_distance", "longformer", "packed_softcap", "padding", "prefix_lm", "relative_bias"
 )
 @pytest.mark.slow
-@pytest.mark.parametrize("name", sorted(shipped()))
+@pytest.mark.parametrize("name", sorted([*shipped(), IN_WORDS]))
 def test_the_command_of_the_banner_makes_the_text(emitted, name):
     for path, text in emitted.items():
         if path.stem == name:

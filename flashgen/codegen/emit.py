@@ -141,11 +141,7 @@ def banner(plan: KernelPlan, found: VariantCode) -> str:
         ("roles", plan.program.text()),
         *([("launch", str(plan.launches))] if plan.launches.early else []),
         *([("summaries", "; ".join(map(str, plan.summaries)))] if plan.summaries else []),
-        *(
-            [("order", "tiles of queries that see most come first; in small calls, the last ones")]
-            if plan.ordered
-            else []
-        ),
+        *([("order", "tiles of queries that see most first, in small calls the last ones")] if plan.ordered else []),
         ("shared", " + ".join(f"{part.name} {part.amount}" for part in plan.smem) + f" = {plan.smem_bytes} bytes"),
     ]
     width = max(len(kind) for kind in (*dict(entries), _MADE_BY))

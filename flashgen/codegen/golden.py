@@ -78,7 +78,8 @@ class Golden:
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
     largest it allows, where the pipeline serves them; WIDE backwards, forwards of PACKED heads, one of them for few
-    queries over keys of 8 bits, forwards of 8 bits, a mask in words, and OPTIONS; and kernels that make tensors of 8 bits."""
+    queries over keys of 8 bits, forwards of 8 bits, a mask in words, and OPTIONS; and kernels that make tensors of 8
+    bits."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()

@@ -7,7 +7,7 @@
 // roles      1 scheduler, 1 loader, 1 storer, 1 idle warp of 56 registers per thread; 8 consumer warps of 224
 // launch     overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
 // summaries  flag_q, its least and greatest value over 128 queries; flag_k, its least and greatest value over 128 keys
-// order      tiles of queries that see most come first; in small calls, the last ones
+// order      tiles of queries that see most first, in small calls the last ones
 // shared     q 65536 + k 65536 + v 65536 + control 1024 = 197632 bytes
 // made by    flashgen emit global_flags --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128 --tile 128x128
 //            --stages 2 --q-stages 2
