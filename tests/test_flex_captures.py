@@ -155,6 +155,132 @@ def of_environment(window):
     return mask_mod
 
 
+class Reaching:
+    """What a mask makes an object of: each method reads the global number, and no code has the name of one."""
+
+    def __init__(self, distance=0):
+        self.near = distance < REACH
+
+    def __call__(self, distance):
+        return distance < REACH
+
+    def __getitem__(self, distance):
+        return distance < REACH
+
+    def __gt__(self, distance):
+        return distance < REACH
+
+    def __enter__(self):
+        return REACH
+
+    def __exit__(self, *_):
+        pass
+
+    def __class_getitem__(cls, distance):
+        return distance < REACH
+
+
+class Static:
+    @staticmethod
+    def __call__(distance):
+        return distance < REACH
+
+
+class New:
+    def __new__(cls, distance):
+        made = super().__new__(cls)
+        made.near = distance < REACH
+        return made
+
+
+@dataclasses.dataclass
+class Post:
+    distance: object
+    held: list = dataclasses.field(default_factory=list)
+
+    def __post_init__(self):
+        self.near = self.distance < REACH
+
+
+class Meta(type):
+    @property
+    def reach(cls):
+        return REACH
+
+    def __call__(cls, distance):
+        return distance < REACH
+
+
+class OfMeta(metaclass=Meta):
+    pass
+
+
+class CalledKinds(enum.Enum):
+    ONE = enum.auto()
+
+    def __call__(self, distance):
+        return distance < REACH
+
+
+class Near(torch.nn.Module):
+    def forward(self, distance):
+        return distance < REACH
+
+
+def entered(distance):
+    with Reaching() as reach:
+        return distance < reach
+
+
+def made_by_a_function():
+    return Static()
+
+
+LAZY = types.ModuleType("lazy_module_of_a_test")
+exec("WINDOW = 5\ndef __getattr__(name): return WINDOW", LAZY.__dict__)
+HOOKED, ONE, POST = torch.nn.Identity(), CalledKinds.ONE, Post(0)
+
+#: What is near, by the global number that methods read.
+MAKING = {
+    "__init__": lambda x: Reaching(x).near,
+    "__new__": lambda x: New(x).near,
+    "__post_init__": lambda x: Post(x).near,
+    "__call__": lambda x: Reaching()(x),
+    "static __call__": lambda x: Static()(x),
+    "made by a function": lambda x: made_by_a_function()(x),
+    "__getitem__": lambda x: Reaching()[x],
+    "operator": lambda x: Reaching() > x,
+    "__enter__": entered,
+    "__class_getitem__": lambda x: Reaching[x],
+    "metaclass": lambda x: OfMeta(x),
+    "property of a metaclass": lambda x: x < OfMeta.reach,
+    "member of a class": lambda x: CalledKinds.ONE(x),
+    "member": lambda x: ONE(x),
+    "forward": lambda x: Near()(x),
+    "class of an object": lambda x: type(POST)(x).near,
+    "replaced": lambda x: dataclasses.replace(POST, distance=x).near,
+    "lazy module": lambda x: x < LAZY.window_of_a_test,
+    "hook": lambda x: HOOKED(x) < 30,
+}
+
+
+@pytest.mark.parametrize("name", MAKING)
+def test_what_methods_without_a_name_in_code_read_is_noticed(name):
+    """The trace of another number is not taken, and that of the same one is."""
+    global REACH
+    near, at = MAKING[name], torch.arange(LENGTH)
+    distance = at[:, None] - at[None]
+    for window in (5, 30):
+        REACH = LAZY.WINDOW = window
+        hook = HOOKED.register_forward_hook(lambda module, given, made, window=window: made + 30 - window)
+        for count in (1, 0):
+            before = flex.traces
+            made = flashgen.from_flex(lambda b, h, q, k: near(q - k))
+            assert flex.traces - before == count
+            torch.testing.assert_close(attend(made), masked(distance < window))
+        hook.remove()
+
+
 class Fields(NamedTuple):
     window: int
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import abc
 import builtins
 import collections.abc
+import dataclasses
 import dis
 import enum
 import functools
@@ -43,8 +44,14 @@ _UNSEEN = frozenset(
     | {"get_default_dtype", "get_default_device", "are_deterministic_algorithms_enabled"}
 )
 
-#: Methods that no operation on an object calls.
-_UNCALLED = frozenset({"__init__", "__new__", "__post_init__", "__del__", "__repr__", "__str__", "__hash__"})
+#: Methods that no mask and no score has a use for.
+_UNCALLED = frozenset({"__del__", "__repr__", "__str__", "__hash__"})
+
+#: Methods that make an object, which no operation on one calls.
+_MAKING = frozenset({"__init__", "__new__", "__post_init__"})
+
+#: Names by which code comes from an object to its class, and may make another.
+_OF_A_CLASS = frozenset({"type", "__class__", "replace"})
 
 #: What a name is taken for as it is.
 _PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.device, torch.Size)
@@ -52,11 +59,20 @@ _PLAIN = (str, bytes, type(None), type(Ellipsis), complex, torch.dtype, torch.de
 #: Containers that are what they hold.
 _CONTAINERS = (list, tuple, dict, OrderedDict, Counter, defaultdict, set, frozenset)
 
+
+@dataclasses.dataclass
+class _Made:
+    x: list[int] = dataclasses.field(default_factory=list)
+
+
+#: What is the default of an argument of a data class where a function makes it.
+_FACTORY = type(inspect.signature(_Made).parameters["x"].default)
+
 #: Classes of settled modules whose methods read nothing of an object but what the walk looks at: what a container
 #: holds, attributes by the names of code, and methods.
 _TRANSPARENT = (
     *(*_CONTAINERS, int, float, str, bytes, object),
-    *(abc.ABC, typing.Generic, typing.Protocol, types.SimpleNamespace, nn.Module),
+    *(abc.ABC, typing.Generic, typing.Protocol, types.SimpleNamespace, nn.Module, _FACTORY),
     *(getattr(collections.abc, name) for name in collections.abc.__all__),
 )
 
@@ -162,6 +178,8 @@ class Captures:
             self.settled &= not _changes(value.__name__)
             if not _settled(value.__name__):
                 self._objects.append((value, set()))
+                self._visit(value.__dict__.get("__getattr__"), "__getattr__")
+                self._operators(kind, _UNCALLED | _MAKING)
         elif isinstance(value, type):
             self._type(value)
         elif isinstance(value, (types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType)):
@@ -179,6 +197,7 @@ class Captures:
         if not _settled(type(value).__module__) and self._is_new(value):
             self._objects.append((value, set()))
             self._visit(value._value_, name)
+            self._operators(type(value), _UNCALLED | _MAKING)
 
     def _container(self, value: Any) -> None:
         """What a list, a tuple, a dict or a set is beside what it holds."""
@@ -269,6 +288,10 @@ class Captures:
         if _settled(value.__module__):
             return
         self._objects.append((value, set()))
+        self._operators(type(value), _UNCALLED | _MAKING)
+        self._operators(value, _UNCALLED)  # the function may make an object of it
+        if issubclass(value, nn.Module):
+            self._methods(value, "forward")
         if issubclass(value, torch.autograd.Function):
             for name in ("forward", "setup_context"):
                 self._visit(inspect.getattr_static(value, name).__func__, name)
@@ -296,9 +319,16 @@ class Captures:
         self._objects.append((value, set()))
         if module:
             self._methods(kind, "forward")
+            for hooks in (value._forward_pre_hooks, value._forward_hooks):
+                self._items(hooks.values(), "hook")
+        self._operators(kind, _UNCALLED | _MAKING)
+
+    def _operators(self, kind: type, uncalled: frozenset[str]) -> None:
+        """The methods of a class that Python calls where code has no name of them, but for those `uncalled`."""
         for own in (c for c in kind.__mro__ if not _settled(c.__module__)):
             for name, method in list(own.__dict__.items()):
-                if name.startswith("__") and name not in _UNCALLED and isinstance(method, types.FunctionType):
+                method = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
+                if name.startswith("__") and name not in uncalled and callable(method):
                     self._visit(method, name)
 
     def _methods(self, kind: type, name: str) -> bool:
@@ -325,9 +355,11 @@ class Captures:
 
     def _attribute(self, value: Any, name: str) -> None:
         if isinstance(value, type):
-            if self._methods(value, name):
+            if any([self._methods(value, name), self._methods(type(value), name)]):
                 self.skeleton.append(name)
             return
+        if name in _OF_A_CLASS:
+            self._visit(type(value), name)
         own = getattr(value, "__dict__", {})
         places = [own]
         if isinstance(value, nn.Module):
