@@ -160,13 +160,17 @@ def table(tensor: torch.Tensor) -> Array:
     return Array(lambda index: cast(_table(values)(index), dtype), tensor.shape, dtype)
 
 
-def _index_select(x: Any, dim: int, index: Any) -> Array:
+def _select(x: Any, dim: int, index: Any) -> Array:
     a = lift(x)
     return _getitem(a, (*[slice(None)] * _dim(a, dim), index))
 
 
-def _select(x: Any, dim: int, index: Any) -> Array:
-    return _index_select(x, dim, index)
+def _index_select(x: Any, dim: int, index: Any) -> Array:
+    """A dimension by a row of indices; of one position it stays, with size 1."""
+    at = lift(index)
+    if at.rank > 1:
+        raise refused(f"torch.index_select takes a row of indices, and got shape {list(at._extents)}")
+    return _select(x, dim, at if at.rank else _unsqueeze(at, 0))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
