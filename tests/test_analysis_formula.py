@@ -61,6 +61,32 @@ def test_integer_operations_are_bracketed_as_they_were_written():
     assert shown(lambda b, h, q, k: fg.int32(q < k) << 2 == ~k) == "where(k > q, 1, 0) << 2 == bitnot(k)"
 
 
+CHOICES = {
+    "where(where(k < q, kv_len, 5) == 3, h, q - k) > 1": lambda b, h, q, k: (
+        fg.where(fg.where(q > k, fg.kv_len, 5) == 3, h, q - k) > 1
+    ),
+    "where(where(q < q/3, kv_len, b) == 3, h, q - k) > 1": lambda b, h, q, k: (
+        fg.where(fg.where(q / 3 > fg.float32(q), fg.kv_len, b) == 3, h, q - k) > 1
+    ),
+    "k < where(where(q > 3, k, h) == 4, 1, 0) + 5": lambda b, h, q, k: k < fg.int32(fg.where(q > 3, k, h) == 4) + 5,
+    "q - k <= where(where(h < h/3, kv_len, b) == 1, 5, 3)": lambda b, h, q, k: (
+        q - k <= fg.where(fg.where(h / 3 > fg.float32(h), fg.kv_len, b) == 1, 5, 3)
+    ),
+}
+SIZES = {"batch": 2, "heads": 3, "kv_heads": 1, "q_len": 7, "kv_len": 9}
+
+
+@pytest.mark.parametrize("shown", CHOICES)
+def test_a_choice_by_another_choice_is_written_as_it_was(shown):
+    variant = fg.variant(CHOICES[shown])
+    found, case = formula(variant), Case(sizes=SIZES, params={}, tensors={})
+    assert found.text().splitlines()[0] == f"mask  = {shown}"
+    assert "ITE" not in found.pretty() + found.latex()
+    for q, k in np.ndindex(7, 9):
+        place = {"b": 1, "h": 2, "q": q, "k": k}
+        assert concrete(found.mask, case, place) == bool(case.evaluate(variant.mask, **place)), place
+
+
 def concrete(expression, case, place):
     """The value of a symbolic mask at a position."""
     values = {**case.sizes, **case.params, **place}
@@ -137,6 +163,14 @@ def test_traffic_formulas_count_as_the_tiles_do(name, shape):
     assert number(formulas.flops_useful) == 2 * 96 * counted.visible
     assert number(formulas.read_bytes) == 2 * (64 * counted.visited_rows + 96 * counted.visited_columns)
     assert number(formulas.write_bytes) == 6 * q_len * (2 * 32 + 4)
+
+
+def test_traffic_of_a_band_that_a_choice_by_another_moves_is_counted():
+    facts = analyse(fg.variant(CHOICES["q - k <= where(where(h < h/3, kv_len, b) == 1, 5, 3)"]).bind())
+    visible = tile_formulas(facts).visible
+    known = {x: SIZES[x.name] for x in visible.free_symbols if x.name in SIZES}
+    counted = counts.count(facts, Case(sizes=SIZES, params={}, tensors={}), Tile(q=4, kv=4))
+    assert visible.subs(known).doit() == counted.visible
 
 
 def test_traffic_of_simple_masks_reads_simply():

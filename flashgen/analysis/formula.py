@@ -155,6 +155,30 @@ class some(BooleanFunction):
         return rf"\bigvee_{{{index} < {rounds}}} \left({condition}\right)"
 
 
+class where(sympy.Function):
+    """A choice by a condition that holds another one, which SymPy's Piecewise rewrites, and not always can."""
+
+    is_commutative = True
+    is_extended_real = True
+
+    @classmethod
+    def eval(cls, condition: Any, a: Any, b: Any) -> Any:
+        """Folds known conditions only."""
+        return a if condition == sympy.true else b if condition == sympy.false else None
+
+    def _eval_is_integer(self) -> bool | None:
+        return all(x.is_integer for x in self.args[1:]) or None
+
+    def _sympystr(self, printer: Any) -> Any:
+        return f"where({', '.join(map(printer._print, self.args))})"
+
+
+def _chosen(condition: sympy.Basic, a: sympy.Basic, b: sympy.Basic) -> sympy.Basic:
+    if condition.has(sympy.Piecewise):
+        return where(condition, a, b)
+    return sympy.Piecewise((a, condition), (b, True))
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # Expressions
 
@@ -193,7 +217,7 @@ _OPS: dict[str, Callable[..., sympy.Basic]] = {
     "div": lambda a, b: sympy.Mul(a, sympy.Pow(b, -1, evaluate=False), evaluate=False),
     "floor_div": floor_div,
     "mod": mod,
-    "where": lambda choice, a, b: sympy.Piecewise((a, choice), (b, True)),
+    "where": _chosen,
     "minimum": lambda a, b: sympy.Min(a, b, evaluate=False),
     "maximum": lambda a, b: sympy.Max(a, b, evaluate=False),
     "abs": lambda a: sympy.Abs(a, evaluate=False),
@@ -219,7 +243,7 @@ _OF_CONDITIONS: dict[str, Callable[..., sympy.Basic]] = {
     "eq": sympy.Equivalent,
     "ne": sympy.Xor,
     "where": lambda choice, a, b: sympy.Or(sympy.And(choice, a), sympy.And(sympy.Not(choice), b)),
-    "cast": lambda a: sympy.Piecewise((1, a), (0, True)),
+    "cast": lambda a: _chosen(a, sympy.Integer(1), sympy.Integer(0)),
 }
 
 
