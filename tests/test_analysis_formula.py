@@ -40,6 +40,19 @@ def test_pretty_and_latex():
     assert softcap[1:] == ["score =         ⎛ s ⎞", "        cap⋅tanh⎜───⎟", "                ⎝cap⎠"]
 
 
+def test_powers_of_integer_operations_have_latex():
+    def shown(function):
+        return formula(fg.variant(function)).latex().splitlines()[0]
+
+    squared = shown(lambda b, h, q, k: q - (k % 3) ** 2 > 0)
+    assert squared == r"mask  = q - \left(k \bmod 3\right)^{2} > 0"
+    broken = shown(lambda b, h, q, k: fg.float32(k & 3) ** 0.3 < fg.float32(q // 2) ** 0.3)
+    assert broken == (
+        r"mask  = \operatorname{bitand}\left(k, 3\right)^{0.3}"
+        r" < \left\lfloor \frac{q}{2} \right\rfloor^{0.3}"
+    )
+
+
 @pytest.mark.parametrize("name", shipped())
 def test_every_shipped_spec_has_a_formula_without_trailing_blanks(name):
     found = formula(fg.load_spec(name))

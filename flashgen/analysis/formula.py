@@ -60,9 +60,14 @@ class _Infix(sympy.Function):
         a, b = (_bracketed(printer, x) for x in self.args)
         return prettyForm(*prettyForm.next(a, f" {self.sign} ", b), binding=prettyForm.ADD)
 
-    def _latex(self, printer: Any) -> Any:
+    def _latex(self, printer: Any, exp: str | None = None) -> Any:
         a, b = (printer.parenthesize(x, PRECEDENCE["Mul"]) for x in self.args)
-        return rf"{a} {self.tex} {b}"
+        return _power(rf"{a} {self.tex} {b}" if exp is None else rf"\left({a} {self.tex} {b}\right)", exp)
+
+
+def _power(base: str, exp: str | None) -> str:
+    """In LaTeX, where SymPy hands on the exponent of a function."""
+    return base if exp is None else f"{base}^{{{exp}}}"
 
 
 def _bracketed(printer: PrettyPrinter, x: sympy.Basic) -> prettyForm:
@@ -80,9 +85,9 @@ class floor_div(_Infix):
         a, b = (_bracketed(printer, x) for x in self.args)
         return prettyForm(*prettyForm(*prettyForm.next(a, "/", b)).parens("lfloor", "rfloor"))
 
-    def _latex(self, printer: Any) -> Any:
+    def _latex(self, printer: Any, exp: str | None = None) -> Any:
         a, b = map(printer._print, self.args)
-        return rf"\left\lfloor \frac{{{a}}}{{{b}}} \right\rfloor"
+        return _power(rf"\left\lfloor \frac{{{a}}}{{{b}}} \right\rfloor", exp)
 
 
 class mod(_Infix):
@@ -113,8 +118,9 @@ class _Named(sympy.Function):
         """Folds known integers only."""
         return cls.fold(*map(int, operands)) if all(x.is_Integer for x in operands) else None
 
-    def _latex(self, printer: Any) -> Any:
-        return rf"\operatorname{{{type(self).__name__}}}\left({', '.join(map(printer._print, self.args))}\right)"
+    def _latex(self, printer: Any, exp: str | None = None) -> Any:
+        operands = ", ".join(map(printer._print, self.args))
+        return _power(rf"\operatorname{{{type(self).__name__}}}\left({operands}\right)", exp)
 
 
 class bitand(_Named):
