@@ -71,6 +71,8 @@ def test_integer_operations_are_bracketed_as_they_were_written():
     assert shown(lambda b, h, q, k: q * (k // 3) < k) == "q*(k // 3) < k"
     assert shown(lambda b, h, q, k: (q + k) % 3 < k >> 1) == "(q + k) % 3 < k >> 1"
     assert shown(lambda b, h, q, k: (q // 2) // 3 < k) == "(q // 2) // 3 < k"
+    assert shown(lambda b, h, q, k: (q << 2) + k < 9) == "(q << 2) + k < 9"
+    assert shown(lambda b, h, q, k: k - (q >> 1) < q + k % 3) == "k - (q >> 1) < q + k % 3"
     assert shown(lambda b, h, q, k: fg.int32(q < k) << 2 == ~k) == "where(k > q, 1, 0) << 2 == bitnot(k)"
 
 
@@ -98,6 +100,12 @@ def test_a_choice_by_another_choice_is_written_as_it_was(shown):
     for q, k in np.ndindex(7, 9):
         place = {"b": 1, "h": 2, "q": q, "k": k}
         assert concrete(found.mask, case, place) == bool(case.evaluate(variant.mask, **place)), place
+
+
+def test_brackets_around_shifts_and_remainders_are_in_all_forms():
+    found = formula(fg.variant(lambda b, h, q, k: (q << 2) + k < -(q % 3)))
+    assert found.pretty().splitlines()[0] == "mask  = (q << 2) + k < -(q % 3)"
+    assert found.latex().splitlines()[0] == r"mask  = \left(q \ll 2\right) + k < - \left(q \bmod 3\right)"
 
 
 def concrete(expression, case, place):

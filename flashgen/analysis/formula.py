@@ -14,6 +14,7 @@ from typing import Any
 import sympy
 from sympy.core.relational import Relational
 from sympy.logic.boolalg import BooleanFunction
+from sympy.printing.latex import LatexPrinter
 from sympy.printing.precedence import PRECEDENCE, precedence
 from sympy.printing.pretty.pretty import PrettyPrinter
 from sympy.printing.pretty.pretty_symbology import pretty_use_unicode
@@ -58,7 +59,8 @@ class _Infix(sympy.Function):
 
     def _pretty(self, printer: PrettyPrinter) -> Any:
         a, b = (_bracketed(printer, x) for x in self.args)
-        return prettyForm(*prettyForm.next(a, f" {self.sign} ", b), binding=prettyForm.ADD)
+        binding = prettyForm.ADD if self.precedence > PRECEDENCE["Add"] else prettyForm.OPEN
+        return prettyForm(*prettyForm.next(a, f" {self.sign} ", b), binding=binding)
 
     def _latex(self, printer: Any, exp: str | None = None) -> Any:
         a, b = (printer.parenthesize(x, PRECEDENCE["Mul"]) for x in self.args)
@@ -99,12 +101,14 @@ class mod(_Infix):
 class shift_left(_Infix):
     """a * 2**b"""
 
+    precedence = PRECEDENCE["Add"] - 1
     sign, tex, fold = "<<", r"\ll", staticmethod(lambda a, b: a << b)
 
 
 class shift_right(_Infix):
     """floor(a / 2**b)"""
 
+    precedence = PRECEDENCE["Add"] - 1
     sign, tex, fold = ">>", r"\gg", staticmethod(lambda a, b: a >> b)
 
 
@@ -369,6 +373,18 @@ class _Pretty(PrettyPrinter):
         return prettyForm(e.name)
 
 
+class _Latex(LatexPrinter):
+    """With brackets where an operation of integers binds less than what is around it."""
+
+    def _needs_add_brackets(self, expr: Any) -> Any:
+        return (isinstance(expr, _Infix) and expr.precedence < PRECEDENCE["Add"]) or super()._needs_add_brackets(expr)
+
+    def _print_Mul(self, expr: Any) -> Any:
+        if isinstance(-expr, _Infix) and not isinstance(-expr, floor_div):
+            return rf"- \left({self._print(-expr)}\right)"
+        return super()._print_Mul(expr)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Formula:
     """A variant's mask, score and sink (None: there is none) as SymPy expressions."""
@@ -391,7 +407,7 @@ class Formula:
 
     def latex(self) -> str:
         """LaTeX, a line each; longer names upright."""
-        return self._lines(lambda x: sympy.latex(x, order="none", symbol_names=_upright(x)))
+        return self._lines(lambda x: _Latex({"order": "none", "symbol_names": _upright(x)}).doprint(x))
 
     def _lines(self, show: Callable[[sympy.Basic], str]) -> str:
         shown = []
