@@ -14,6 +14,13 @@ SCORES = {
     "index_select by a position": (lambda s, b, h, q, k: TABLE.index_select(0, q)[0].sum(), [(0.0, 2, 1)]),
     "index_select of columns": (lambda s, b, h, q, k: torch.index_select(TABLE, 1, k)[q].sum(), [(0.0, 2, 1)]),
     "select by a position": (lambda s, b, h, q, k: TABLE.select(0, q)[k], [(0.0, 2, 1)]),
+    "power by a filled integer": (lambda s, b, h, q, k: s ** torch.full_like(q, 2.5), [(3.0, 0, 0)]),
+    "power by a new integer": (lambda s, b, h, q, k: s ** q.new_full((), -2.5), [(3.0, 0, 0)]),
+    "power by a converted number": (lambda s, b, h, q, k: s ** torch.tensor(2.5).int(), [(3.0, 0, 0)]),
+    "condition of a filled integer": (lambda s, b, h, q, k: s if torch.full_like(q, 0.5) else -s, [(3.0, 0, 0)]),
+    "condition of a filled condition": (lambda s, b, h, q, k: s if torch.full_like(q > 0, 0.5) else -s, [(3.0, 0, 0)]),
+    "index of a filled integer": (lambda s, b, h, q, k: TABLE[torch.full_like(q, 1.9)][k], [(0.0, 0, 2)]),
+    "integer of a filled integer": (lambda s, b, h, q, k: s * int(torch.full_like(q, -1.9)), [(3.0, 0, 0)]),
 }
 
 PLACES = [

@@ -229,7 +229,17 @@ def filled(value: Any, extents: Sequence[int], dtype: torch.dtype | None = None)
     x = lift(value)
     dtype = x.dtype if dtype is None else of_language(dtype)
     element = cast(x.element, dtype)
-    return Array(lambda index: element, extents, dtype, known=None if extents else x.known, of=x.of)
+    return Array(lambda index: element, extents, dtype, known=None if extents else known_as(x.known, dtype), of=x.of)
+
+
+def known_as(value: bool | int | float | None, dtype: torch.dtype) -> bool | int | float | None:
+    """What a number becomes in a dtype; None where that does not hold it."""
+    if value is None or dtype.is_floating_point:
+        return value
+    if dtype is torch.bool:
+        return bool(value)
+    info = torch.iinfo(dtype)
+    return int(value) if info.min <= value <= info.max else None
 
 
 def of_language(dtype: torch.dtype) -> torch.dtype:

@@ -17,6 +17,7 @@ from flashgen.frontends.arrays import (
     Array,
     cast,
     filled,
+    known_as,
     lift,
     of_language,
     pointwise,
@@ -523,10 +524,7 @@ def _converted(a: Array, dtype: torch.dtype) -> Array:
         name = str(dtype).removeprefix("torch.")
         nearest = "float" if dtype.is_floating_point else "int"
         raise refused(f"a value rounded to {name} is not in the language: write x.{nearest}()")
-    known = None if a.known is None else (lambda value: bool(value) if dtype is torch.bool else value)
-    if known is not None and not dtype.is_floating_point and isinstance(a.known, float):
-        known = None
-    return pointwise(lambda x: cast(x, dtype), a, dtype=dtype, known=known)
+    return pointwise(lambda x: cast(x, dtype), a, dtype=dtype, known=lambda value: known_as(value, dtype))
 
 
 def _as(dtype: torch.dtype) -> Operation:
