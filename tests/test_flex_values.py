@@ -50,3 +50,30 @@ def test_values_are_those_of_torch(function, score, q, k):
 def test_index_select_takes_rows_of_indices():
     with pytest.raises(flashgen.SpecError, match=r"index_select takes a row of indices, and got shape \[1, 2\]"):
         flashgen.from_flex(score_mod=lambda s, b, h, q, k: torch.index_select(TABLE, 0, torch.tensor([[0, 1]])).sum())
+
+
+#: What is made of a captured row, and elements of which several are the result.
+TIES = {
+    "amax of 4": (lambda t: t.amax(), torch.zeros(4)),
+    "amin of 3": (lambda t: t.amin(0), torch.zeros(3)),
+    "amax with others between": (lambda t: t.amax(), torch.tensor([2.0, 1.0, 2.0, 0.0, 2.0, 1.0])),
+    "amax of 2 with a larger one": (lambda t: t.amax(), torch.tensor([1.0, 1.0, 2.0])),
+    "torch.max": (lambda t: torch.max(t), torch.zeros(5)),
+    "torch.min": (lambda t: torch.min(t), torch.tensor([0.0, 1.0, 0.0, 0.0])),
+    "amax of two dimensions": (lambda t: t.amax((0, 1)), torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])),
+    "amax of amax": (lambda t: t.amax(1).amax(0), torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])),
+    "amin of dimensions of one": (lambda t: t.amin((0, 1, 2)), torch.zeros(1, 3, 1)),
+    "maximum": (lambda t: torch.maximum(t[0], t[1]), torch.zeros(2)),
+    "maximum of maximum": (lambda t: torch.maximum(torch.maximum(t[0], t[1]), t[2]), torch.zeros(3)),
+}
+
+
+@pytest.mark.parametrize("name", TIES)
+def test_ties_have_torch_s_gradient(name):
+    function, elements = TIES[name]
+    ours, theirs = (elements.clone().requires_grad_() for _ in range(2))
+    q = torch.zeros(1, 1, 1, 16)
+    _, lse = flashgen.attention(q, q, q, flashgen.from_flex(None, lambda s, *at: function(ours)), return_lse=True)
+    lse.sum().backward()
+    function(theirs).backward()
+    torch.testing.assert_close(ours.grad, theirs.grad)

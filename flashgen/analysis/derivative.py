@@ -1,6 +1,6 @@
 """Derivatives of score functions: reverse mode over the DAG, one rule an op (the `derivative` column of the op table).
 
-Subgradients are torch's: 1 at the edge of a clamp, half each at a tie of minimum or maximum, 0 for abs at 0.  Unlike
+Subgradients are torch's: 1 at the edge of a clamp, equal shares at a tie of minimum or maximum, 0 for abs at 0.  Unlike
 torch, a branch that a `where` does not take contributes exactly 0, though its own derivative be infinite or NaN there.
 """
 

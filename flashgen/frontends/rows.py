@@ -26,7 +26,7 @@ from flashgen.frontends.arrays import (
 )
 from flashgen.lang import functions as fg
 from flashgen.lang.loops import MAX_ROUNDS
-from flashgen.lang.proxies import Expr, node_of, refused
+from flashgen.lang.proxies import Expr, apply, node_of, refused
 
 #: Rows up to this long are written out; longer ones are loops, where the language has one.
 WRITTEN_OUT = 8
@@ -333,25 +333,31 @@ INDEXING: dict[str, Callable[..., Any]] = {
 
 
 def _reduction(
-    fold: Callable[[Any, Any], Any],
+    fold: Callable[[Any, Any, tuple[int, ...]], Any],
     *,
     of: Callable[[torch.dtype], torch.dtype],
     loop: Callable[..., Expr] | None = None,
     empty: Any = None,
 ) -> Callable[..., Array]:
-    """A row as one element: `fold` of two, `loop` of the language for long rows, `empty` where there is none."""
+    """A row as one element: `fold` of two, `loop` of the language for long rows, `empty` where there is none.
+
+    A fold is told of how many parts its first operand is, and of how many each part is made.
+    """
 
     def call(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
         a = lift(x)
         made = of(a.dtype) if dtype is None else dtype
         dims = range(a.rank) if dim is None else [dim] if not isinstance(dim, (tuple, list)) else dim
         a = Array(partial(_cast_at, a, made), a._extents, made, of=a.of)
+        parts: tuple[int, ...] = ()
         for d in sorted((_dim(a, d) for d in dims), reverse=True):
             if a.rank:
-                a = one(a, d, keepdim)
+                count = a.extents[d]
+                a = one(a, d, keepdim, parts)
+                parts = (count, *parts)
         return a
 
-    def one(a: Array, dim: int, keepdim: bool) -> Array:
+    def one(a: Array, dim: int, keepdim: bool, parts: tuple[int, ...]) -> Array:
         count = a.extents[dim]
         left = (*a.extents[:dim], *((1,) if keepdim else ()), *a.extents[dim + 1 :])
 
@@ -372,7 +378,7 @@ def _reduction(
                     )
                 found = element(0)
                 for i in range(1, count):
-                    found = fold(found, element(i))
+                    found = fold(found, element(i), (i, *parts))
                 return found
             if count > MAX_ROUNDS:
                 raise refused(f"this row has {count} elements, and a loop has at most {MAX_ROUNDS} rounds")
@@ -395,9 +401,18 @@ def _all_of(count: int, element: Callable[[Any], Expr]) -> Expr:
     return ~fg.any(count, lambda i: ~element(i))
 
 
-_ANY = _reduction(operator.or_, of=lambda dtype: torch.bool, loop=fg.any, empty=False)
-_ALL = _reduction(operator.and_, of=lambda dtype: torch.bool, loop=_all_of, empty=True)
-_SUM = _reduction(operator.add, of=_counted, loop=fg.sum, empty=0)
+def _of_two(build: Callable[[Any, Any], Any]) -> Callable[[Any, Any, tuple[int, ...]], Any]:
+    return lambda x, y, parts: build(x, y)
+
+
+def _extremum_of(op: str) -> Callable[[Any, Any, tuple[int, ...]], Any]:
+    """A minimum or maximum, whose ties are shared among all elements of the row."""
+    return lambda x, y, parts: apply(op, x, y, attr=parts)
+
+
+_ANY = _reduction(_of_two(operator.or_), of=lambda dtype: torch.bool, loop=fg.any, empty=False)
+_ALL = _reduction(_of_two(operator.and_), of=lambda dtype: torch.bool, loop=_all_of, empty=True)
+_SUM = _reduction(_of_two(operator.add), of=_counted, loop=fg.sum, empty=0)
 
 
 def _dot(x: Any, y: Any) -> Array:
@@ -426,9 +441,9 @@ REDUCTIONS: dict[str, Callable[..., Array]] = {
     "any": _ANY,
     "all": _ALL,
     "sum": _SUM,
-    "prod": _reduction(operator.mul, of=_counted, empty=1),
-    "amin": _reduction(fg.minimum, of=lambda dtype: dtype),
-    "amax": _reduction(fg.maximum, of=lambda dtype: dtype),
+    "prod": _reduction(_of_two(operator.mul), of=_counted, empty=1),
+    "amin": _reduction(_extremum_of("minimum"), of=lambda dtype: dtype),
+    "amax": _reduction(_extremum_of("maximum"), of=lambda dtype: dtype),
     "mean": _mean,
     "count_nonzero": _nonzeros,
     "dot": _dot,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import lru_cache
 
 from flashgen.lang.expr import CLAMP, Node, const
 
@@ -34,17 +35,41 @@ def _unary(rule: Callable[[Apply, Node, Node], Node]) -> Rule:
 
 
 def _extremum(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:
-    """torch.minimum and maximum share a tie half and half; torch.clamp (attr CLAMP) gives it to its first operand.
+    """torch.minimum and maximum share a tie half and half; torch.clamp (attr CLAMP) gives it to its first operand; of a
+    row (attr a tuple) each element that is the result has as much.
 
     What equals the result was chosen: beside a NaN the number, which no comparison of the operands would say.
     """
     first, second = (apply("eq", out, operand) for operand in operands)
     if out.attr == CLAMP:
         return apply("where", first, 1.0, 0.0), apply("where", first, 0.0, 1.0)
+    left, right = _shares(apply, operands, out)
     return (
-        apply("where", first, apply("where", second, 0.5, 1.0), 0.0),
-        apply("where", second, apply("where", first, 0.5, 1.0), 0.0),
+        apply("where", first, apply("where", second, left, 1.0), 0.0),
+        apply("where", second, apply("where", first, right, 1.0), 0.0),
     )
+
+
+def _shares(apply: Apply, operands: tuple[Node, ...], out: Node) -> tuple[Node, Node]:
+    """What each of two operands has of a tie: as many parts as elements of a row, where it stands for those."""
+    among = out.attr or (1,)
+    left, right = _ties(apply, operands[0], out.op, among), _ties(apply, operands[1], out.op, among[1:])
+    if left is right:
+        return const(0.5), const(0.5)
+    total = apply("add", left, right)
+    return apply("div", left, total), apply("div", right, total)
+
+
+@lru_cache(maxsize=1024)
+def _ties(apply: Apply, n: Node, op: str, among: tuple[int, ...]) -> Node:
+    """How many elements are equal to what `op` makes of a row: of `among[0]` parts, which are rows of the rest."""
+    while among[:1] == (1,):
+        among = among[1:]
+    if not among or (n.op, n.attr) != (op, (among[0] - 1, *among[1:])):
+        return _ONE
+    parts = ((n.operands[0], n.attr), (n.operands[1], among[1:]))
+    counted = (apply("where", apply("eq", n, part), _ties(apply, part, op, rest), 0.0) for part, rest in parts)
+    return apply("add", *counted)
 
 
 def _quotient(apply: Apply, operands: tuple[Node, ...], out: Node) -> Partials:

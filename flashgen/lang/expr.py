@@ -121,6 +121,8 @@ class LoopIndex:
 LEAVES = ("const", "index", "score", "problem", "param", "constant", "size", "loop_index")
 
 #: The attribute of a minimum or maximum that fg.clamp made: at the edge its derivative is that of torch.clamp.
+#: One that folds a row has a tuple: of how many parts its first operand is made, and of how many each part is, as its
+#: second operand is.  Its derivative shares a tie among all elements of the row.
 CLAMP = "clamp"
 
 #: How deep the repr of an expression goes: written out, a shared one can be of any length.
