@@ -64,6 +64,10 @@ TIES = {
     "amax of amax": (lambda t: t.amax(1).amax(0), torch.tensor([[1.0, 1.0, 1.0], [1.0, 0.0, 0.0]])),
     "amin of dimensions of one": (lambda t: t.amin((0, 1, 2)), torch.zeros(1, 3, 1)),
     "maximum": (lambda t: torch.maximum(t[0], t[1]), torch.zeros(2)),
+    "fmax": (lambda t: torch.fmax(t[0], t[1]), torch.zeros(2)),
+    "fmin": (lambda t: torch.fmin(t[0], t[1]), torch.zeros(2)),
+    "fmax without a tie": (lambda t: torch.fmax(t[0], t[1]), torch.arange(2.0)),
+    "fmin of three": (lambda t: torch.fmin(torch.fmin(t[0], t[1]), t[2]), torch.zeros(3)),
     "maximum of maximum": (lambda t: torch.maximum(torch.maximum(t[0], t[1]), t[2]), torch.zeros(3)),
 }
 

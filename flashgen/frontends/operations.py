@@ -37,7 +37,7 @@ _ALIASES = {
     **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"},
     **{"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "invert"},
     **{"bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "power": "pow"},
-    **{"clip": "clamp", "fmin": "minimum", "fmax": "maximum", "fix": "trunc", "sgn": "sign", "special_erf": "erf"},
+    **{"clip": "clamp", "fix": "trunc", "sgn": "sign", "special_erf": "erf"},
     **{
         "expit": "sigmoid",
         "reshape": "view",
@@ -458,6 +458,8 @@ def _extremum(build: Operation, of_bools: Operation, known: Operation) -> Operat
 
 _minimum = _extremum(fg.minimum, operator.and_, min)
 _maximum = _extremum(fg.maximum, operator.or_, max)
+_fmin = _extremum(lambda x, y: fg.clamp(x, None, y), operator.and_, min)  # the first operand has the gradient of a tie
+_fmax = _extremum(lambda x, y: fg.clamp(x, y, None), operator.or_, max)
 
 
 def _of_one_or_two(pairwise: Operation, reduction: str) -> Operation:
@@ -640,6 +642,8 @@ FUNCTIONS: dict[str, Operation] = {
     "clamp_max": lambda x, max: _clamp(x, None, max),
     "minimum": _minimum,
     "maximum": _maximum,
+    "fmin": _fmin,
+    "fmax": _fmax,
     "min": _of_one_or_two(_minimum, "amin"),
     "max": _of_one_or_two(_maximum, "amax"),
     "isin": _isin,
