@@ -245,6 +245,36 @@ def test_one_graph_serves_lengths_scales_and_masks():
     assert counters["stats"]["unique_graphs"] == expected <= 2
 
 
+#: Calls of q, k, v and a tensor whose sizes a graph knows when it is made, as a module's buffer.
+FIXED = {
+    "mask": ((5, 7), scaled_dot_product_attention),
+    "expanded mask": (
+        (5, 7),
+        lambda q, k, v, x: scaled_dot_product_attention(q, k, v, x[None, None].expand(2, 4, -1, -1)),
+    ),
+    "keys": ((2, 4, 7, 8), lambda q, k, v, x: scaled_dot_product_attention(q, x, v)),
+    "queries": ((2, 4, 5, 8), lambda q, k, v, x: scaled_dot_product_attention(x, k, v)),
+}
+
+
+@pytest.mark.parametrize("fixed", FIXED)
+def test_sizes_that_are_fixed_beside_others_that_are_not(fixed):
+    shape, call = FIXED[fixed]
+
+    class Model(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("fixed", torch.randn(shape, generator=torch.Generator().manual_seed(1)))
+
+        def forward(self, *tensors):
+            return call(*tensors, self.fixed)
+
+    torch._dynamo.reset()
+    model, given = Model(), [x.detach().float() for x in tensors(((2, 4, 5, 8), (2, 4, 7, 8), (2, 4, 7, 8)))]
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(*given), model(*given))
+
+
 @pytest.mark.sampled("float-capability0")
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [(8, 0), (9, 0)])

@@ -158,10 +158,16 @@ def _four(x: torch.Tensor, lead: tuple[int, ...]) -> torch.Tensor:
     return x.flatten(0, -4) if lead else x.unsqueeze(0)
 
 
+def _broadcasts(size: int, to: int) -> bool:
+    """Whether a dimension of that size does.  Of a size that torch.compile does not know `in` says False, and `==`
+    makes it a condition of the graph."""
+    return size == 1 or size == to
+
+
 def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Heads that broadcast as PyTorch's do where groups are not asked for; one key head is a group of all."""
     heads = max(x.shape[1] for x in (q, k, v))
-    if any(x.shape[1] not in (1, heads) for x in (q, k, v)):
+    if not all(_broadcasts(x.shape[1], heads) for x in (q, k, v)):
         raise LaunchError(
             f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: without groups they are alike\n"
             "  nearest: enable_gqa=True, where key and value have as many and they divide those of query"
@@ -186,7 +192,7 @@ def _mask(mask: torch.Tensor, lead: tuple[int, ...], last: tuple[int, int, int])
     """The mask as [batch, heads, q_len, kv_len], each of them its own or 1."""
     whole = (*lead, *last)
     missing = len(whole) - mask.dim()
-    fits = missing >= 0 and all(m in (1, n) for m, n in zip(mask.shape, whole[missing:], strict=True))
+    fits = missing >= 0 and all(_broadcasts(m, n) for m, n in zip(mask.shape, whole[missing:], strict=True))
     if not fits:
         raise LaunchError(
             f"attn_mask is {list(mask.shape)}: it broadcasts to {list(whole)}, [..., heads, q_len, kv_len] of query"
