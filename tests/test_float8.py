@@ -13,6 +13,7 @@ from ptx_attention import replace
 
 import flashgen as fg
 from flashgen.codegen import emit
+from flashgen.compat import flash_attn, vllm
 from flashgen.errors import FlashgenError
 from flashgen.interpreter.ops.wgmma import _cut_sum
 from flashgen.interpreter.simulate import simulate
@@ -481,6 +482,37 @@ def test_dtypes_that_are_refused():
     call([q, *(Quantised(x.codes.float().to(torch.float8_e5m2), x.descale) for x in (k, v))])
     with pytest.raises(FlashgenError, match="q_descale is of 8-bit tensors, and q is bfloat16"):
         call([Quantised(x.values.bfloat16(), x.descale) for x in (q, k, v)])
+
+
+#: Calls that have no descales, of q, k and v [batch, heads, seqlen, head_dim], and the names of what q and k are there.
+STARTS = torch.tensor([0, 40], dtype=torch.int32)
+WITHOUT_DESCALES = {
+    "scaled_dot_product_attention": (fg.scaled_dot_product_attention, "query", "key"),
+    "flex_attention": (fg.flex_attention, "query", "key"),
+    "flash_attn_func": (lambda *of: flash_attn.flash_attn_func(*(x.transpose(1, 2) for x in of)), "q", "k"),
+    "flash_attn_with_kvcache": (
+        lambda *of: flash_attn.flash_attn_with_kvcache(*(x.transpose(1, 2) for x in of)),
+        *("q", "k"),
+    ),
+    "flash_attn_varlen_func": (
+        lambda *of: flash_attn.flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in of), STARTS, STARTS, 40, 40),
+        *("q", "k"),
+    ),
+    "vllm.flash_attn_varlen_func": (
+        lambda *of: vllm.flash_attn_varlen_func(*(x[0].transpose(0, 1) for x in of), 40, STARTS, 40, STARTS),
+        *("q", "k"),
+    ),
+}
+
+
+@pytest.mark.parametrize("entrance", WITHOUT_DESCALES)
+def test_entrances_without_descales_say_so_themselves(entrance):
+    call, of_q, of_k = WITHOUT_DESCALES[entrance]
+    q, k, v = (torch.zeros(1, 2, 40, 64).to(dtype) for dtype in (torch.bfloat16, *TORCH.values()))
+    for given, name in (((k, k, k), of_q), ((q, k, v), of_k)):
+        said = f"{entrance}: {name} is float8_e4m3fn, and this call takes no descales"
+        with pytest.raises(FlashgenError, match=f"^{re.escape(said)}"):
+            call(*given)
 
 
 def test_gradients_and_graphs_are_refused():

@@ -262,6 +262,8 @@ def test_what_it_lacks_is_refused_by_name(name):
     with pytest.raises(LaunchError, match=f"^fg_attention takes no {name} of Layer\n  nearest: "):
         attend(Layer(), q, k, v, None, is_causal=False, **{name: True})
     attend(Layer(), q, k, v, None, is_causal=False, **{name: None if name != "output_attentions" else False})
+    with pytest.raises(LaunchError, match="^fg_attention: key is float8_e4m3fn, and this call takes no descales"):
+        attend(Layer(), q, k.to(torch.float8_e4m3fn), v, None, is_causal=False)
 
 
 @pytest.mark.parametrize("softcap", [None, 2.0])

@@ -20,6 +20,7 @@ from flashgen.lang.declare import param, tensor
 from flashgen.lang.functions import absolute, kv_len, q_len, tanh
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
+from flashgen.ops import float8
 from flashgen.ops.attention import attention, attention_varlen
 from flashgen.ops.values import SYMBOLS, no_flag, no_number, no_tensor, whole
 
@@ -227,6 +228,7 @@ def _check(name: str, tensors: Sequence[torch.Tensor], *dimensions: str, of: str
         if not isinstance(x, torch.Tensor) or x.dim() != len(dimensions):
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise LaunchError(f"{name}: {what} is {shape}: it is [{', '.join(dimensions)}]")
+        float8.refuse_at(name, **{what: x})
 
 
 def _apart(name: str, packed: torch.Tensor, count: int, *rows: str) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ import torch
 from flashgen.compat import flash_attn
 from flashgen.errors import LaunchError
 from flashgen.integrations.backends import note
+from flashgen.ops import float8
 from flashgen.ops.attention import attention_varlen
 
 NAME = "vllm.flash_attn_varlen_func"
@@ -67,8 +68,7 @@ def flash_attn_varlen_func(
     an engine would take: it changes nothing here.
 
     Raises LaunchError by the argument's name for what is not served: 8-bit inputs and their descales, q_v, metadata of
-    another scheduler, context parallelism, probabilities.  Else raises what
-    flashgen.attention_varlen does.
+    another scheduler, context parallelism, probabilities.  Else raises what flashgen.attention_varlen does.
     """
     missing = {
         "q_v": (q_v, "q and k of one head dim"),
@@ -88,6 +88,7 @@ def flash_attn_varlen_func(
     for name, (asked, cure) in missing.items():
         if asked is not None:
             raise LaunchError(f"{NAME} serves no {name} in flashgen\n  nearest: {cure}")
+    float8.refuse_at(NAME, q=q, k=k, v=v)
     window: Any = (-1, -1) if window_size is None else window_size
     rule, named = flash_attn.rule_of(causal, window, softcap, alibi_slopes)
     given: dict[str, Any] = {**named, **_keys(cu_seqlens_k, seqused_k, block_table)}

@@ -16,6 +16,7 @@ from flashgen.frontends.captures import Captures
 from flashgen.frontends.flex import from_flex
 from flashgen.lang.variant import Variant
 from flashgen.locks import Lock
+from flashgen.ops import float8
 from flashgen.ops.attention import attention
 from flashgen.ops.values import no_flag
 
@@ -71,6 +72,7 @@ def flex_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             raise LaunchError(f"{name} is no tensor of [batch, heads, seqlen, head_dim]")
+    float8.refuse_at("flex_attention", query=query, key=key, value=value)
     for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if wrong := no_flag(name, flag):
             raise LaunchError(wrong)

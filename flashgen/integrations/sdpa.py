@@ -12,6 +12,7 @@ from flashgen.integrations.backends import note
 from flashgen.lang.declare import tensor
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
+from flashgen.ops import float8
 from flashgen.ops.attention import attention
 from flashgen.ops.call import check_layout
 from flashgen.ops.values import no_flag
@@ -102,6 +103,7 @@ def scaled_dot_product_attention(
         _check_layout(name, x)
         if x.dim() < 2:
             raise LaunchError(f"{name} is {list(x.shape)}: it is [..., seqlen, head_dim]")
+    float8.refuse_at(NAME, query=query, key=key, value=value)
     lead = _broadcast(query.shape[:-3], key.shape[:-3], value.shape[:-3])
     q, k, v = (_four(_side_by_side(x), lead) for x in (query, key, value))
     if not enable_gqa:

@@ -24,6 +24,7 @@ from flashgen.lang.load import load_spec
 from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant, variant
 from flashgen.locks import Lock
+from flashgen.ops import float8
 from flashgen.ops.attention import attention
 
 #: What models are told as attn_implementation: transformers takes a name with "flash" in it for a kernel of its hub.
@@ -254,6 +255,7 @@ def attend(
     for name, cure in _LACKS.items():
         if options.get(name) is not None and options[name] is not False:
             raise LaunchError(f"{NAME} takes no {name} of {type(module).__name__}\n  nearest: {cure}")
+    float8.refuse_at(NAME, query=query, key=key, value=value)
     causal = is_causal if is_causal is not None else getattr(module, "is_causal", False)
     rule, named = _rule(module, attention_mask, causal, softcap, key.shape[2])
     o = attention(query, key, value, rule, scale=scaling, dropout=dropout, sink=s_aux, **named)

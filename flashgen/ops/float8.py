@@ -44,6 +44,16 @@ INTO = "out= is not there in 8 bits\n  nearest: out.copy_(flashgen.attention(...
 WITH_DROPOUT = "dropout is not there in 8 bits\n  nearest: dropout=0.0, or tensors of 16 bits"
 
 
+def refuse_at(entrance: str, **tensors: object) -> None:
+    """Raise LaunchError for a tensor of 8 bits at an entrance that has no argument for descales."""
+    for name, x in tensors.items():
+        if isinstance(x, torch.Tensor) and x.dtype in DTYPES:
+            raise LaunchError(
+                f"{entrance}: {name} is {_name(x.dtype)}, and this call takes no descales, which 8 bits need\n"
+                "  nearest: flashgen.attention or attention_varlen with q_descale=, k_descale=, v_descale=, or 16 bits"
+            )
+
+
 class Eight(NamedTuple):
     """A call's own of 8 bits: descales by tensor of 8 bits, and the options of `KernelRequest.of`."""
 
