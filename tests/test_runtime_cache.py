@@ -10,6 +10,7 @@ import stat
 import threading
 import time
 import warnings
+from pathlib import Path
 
 import filelock
 import pytest
@@ -176,15 +177,28 @@ def test_a_file_where_the_folder_should_be(tmp_path):
     check_one_warning(Cache(folder=tmp_path / "file" / "flashgen", limit=1 << 20), "Not a directory")
 
 
+@pytest.mark.parametrize("mode", [None, 0o644, 0o666])
+def test_a_path_that_is_no_folder_is_said_to_be_none(tmp_path, mode):
+    path = tmp_path / "file"
+    if mode is None:
+        path = Path(os.devnull)
+    else:
+        path.write_text("")
+        path.chmod(mode)
+    with pytest.warns(CacheWarning, match="which is no folder(?s:.*)FLASHGEN_CACHE_BYTES=0") as caught:
+        assert not Cache(folder=path, limit=1 << 20).fetch("ab12", made).hit
+    assert len(caught) == 1 and "chmod" not in str(caught[0].message)
+
+
 @pytest.mark.parametrize("mode", [0o777, 0o1777, 0o770])
 def test_a_folder_that_others_may_write_is_not_used(tmp_path, monkeypatch, mode):
-    mine = Cache(folder=tmp_path / "cache", limit=1 << 20)
+    mine = Cache(folder=tmp_path / "a cache", limit=1 << 20)
     assert not mine.fetch("ab12", made).hit and mine.fetch("ab12", made).hit
     mine.folder.chmod(mode)
     with pytest.warns(CacheWarning, match=f"which others may write .its mode is {mode:o}.") as caught:
         assert not mine.fetch("ab12", made).hit
         assert not mine.fetch("cd34", made).hit
-    assert len(caught) == 1 and f"chmod go-w {mine.folder}" in str(caught[0].message)
+    assert len(caught) == 1 and (f"chmod go-w '{mine.folder}'" in str(caught[0].message)) == (mode != 0o1777)
     assert not list(mine.folder.glob("cd34*"))
     mine.folder.chmod(0o755)
     assert mine.fetch("ab12", made).hit

@@ -16,6 +16,7 @@ import itertools
 import json
 import os
 import re
+import shlex
 import stat
 import tempfile
 import time
@@ -86,11 +87,10 @@ class Cache:
             return self._entry(key, *build())
         with contextlib.suppress(OSError):  # writing says it; and what others make from now on is seen below
             self._make_folder()
-        if (others := self._others()) is not None:
+        if (wrong := self._wrong()) is not None:
             self._warn(
-                f"flashgen does not use its kernel cache {self.folder}, which others may write ({others[0]}):"
-                f" kernels run, but each process compiles them again\n  {others[1]}set FLASHGEN_CACHE_DIR to a"
-                " folder of your own"
+                f"flashgen does not use its kernel cache {self.folder}, {wrong[0]}: kernels run, but each process"
+                f" compiles them again\n  {wrong[1]}"
             )
             return self._entry(key, *build())
         if (found := self._read(key)) is not None:
@@ -151,17 +151,24 @@ class Cache:
             if not (self.folder / f"{key}.json").exists():
                 (self.folder / f"{key}.cubin").unlink(missing_ok=True)
 
-    def _others(self) -> tuple[str, str] | None:
-        """Why others may put cubins into the folder, and the start of a cure; None: nobody, or there is no folder."""
+    def _wrong(self) -> tuple[str, str] | None:
+        """Why the folder is none, or one that others may put cubins into, and a cure; None: neither, or there is
+        nothing."""
         try:
             status = self.folder.stat()
         except OSError:
             return None
+        cure = "set FLASHGEN_CACHE_DIR to a folder of your own"
+        if not stat.S_ISDIR(status.st_mode):
+            return "which is no folder", f"{cure}, or FLASHGEN_CACHE_BYTES=0 to do without one"
         if _is_own(status):
             return None
         if status.st_mode & _OTHERS_WRITE:
-            return f"its mode is {stat.S_IMODE(status.st_mode):o}", f"chmod go-w {self.folder}, or "
-        return f"it is of user {status.st_uid}, and this process runs as {os.geteuid()}", ""
+            if status.st_uid == os.geteuid() and not status.st_mode & stat.S_ISVTX:  # such as /tmp others need
+                cure = f"chmod go-w {shlex.quote(str(self.folder))}, or {cure}"
+            return f"which others may write (its mode is {stat.S_IMODE(status.st_mode):o})", cure
+        who = f"it is of user {status.st_uid}, and this process runs as {os.geteuid()}"
+        return f"which others may write ({who})", cure
 
     def _make_folder(self) -> None:
         missing = itertools.takewhile(lambda folder: not folder.exists(), (self.folder, *self.folder.parents))
