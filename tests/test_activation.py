@@ -283,6 +283,23 @@ def test_the_patched_function(gpu, caplog):
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING].count(said) == 1
 
 
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_graphs_of_torch_jit_hold_pytorch_s_function(gpu):
+    tensors = inputs(gpu)
+    right = F.scaled_dot_product_attention(*plain(*tensors), is_causal=True)
+    with flashgen.activate(patch=True):
+        traced, scripted = torch.jit.trace(causal, tensors, check_trace=False), torch.jit.script(causal)
+        assert flashgen.last_backend().reason == "torch.jit.trace holds no call of flashgen"
+        for graph in (traced, scripted):
+            assert "aten::scaled_dot_product_attention" in str(graph.graph)
+            torch.testing.assert_close(graph(*plain(*tensors)), right)
+    assert not gpu.launches
+
+
+def causal(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor):
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
 def test_a_patch_of_somebody_else_s_stays(gpu, monkeypatch):
     before = F.scaled_dot_product_attention
     q, k, v = plain(*inputs(gpu))

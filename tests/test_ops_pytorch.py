@@ -43,6 +43,27 @@ def fresh():
     counters.clear()
 
 
+@pytest.mark.parametrize("call", ["attention", "gradients", "lengths", "varlen", "quantize", "sdpa", "flash_attn"])
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::torch.jit.TracerWarning")
+def test_a_trace_of_torch_jit_is_refused(call):
+    lengths = torch.tensor([6], dtype=torch.int32)
+    given = torch.randn(1, 4, 6, 64, requires_grad=call == "gradients")
+    served = {
+        "attention": lambda x: fg.attention(x, x, x, windowed),
+        "gradients": lambda x: fg.attention(x, x, x, windowed),
+        "lengths": lambda x: fg.attention(x, x, x, windowed, kv_lengths=lengths),
+        "varlen": lambda x: fg.attention_varlen(
+            *[x[0].transpose(0, 1)] * 3, windowed, torch.tensor([0, 6], dtype=torch.int32), max_seqlen_q=6
+        ),
+        "quantize": lambda x: fg.quantize(*[x.bfloat16()] * 3).q,
+        "sdpa": lambda x: fg.scaled_dot_product_attention(x, x, x),
+        "flash_attn": lambda x: flash_attn_func(x, x, x),
+    }[call]
+    served(given)
+    with pytest.raises(LaunchError, match=r"^torch\.jit\.trace holds no call(?s:.*)nearest: torch\.export\.export"):
+        torch.jit.trace(served, (given,), check_trace=False)
+
+
 # -- opcheck
 
 

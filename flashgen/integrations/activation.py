@@ -303,6 +303,8 @@ def _patch() -> None:
     if F.scaled_dot_product_attention is not _patched:
         _original = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = _patched
+        # torch.jit.script calls PyTorch's op: it compiles no Python like this.
+        torch.jit._builtins._register_builtin(_patched, f"aten::{sdpa.NAME}")
     _log.warning("torch.nn.functional.scaled_dot_product_attention is flashgen's in this process until deactivate()")
 
 
@@ -338,6 +340,8 @@ def _patched(
 
 def _reason(*tensors: torch.Tensor) -> str | None:
     """Why flashgen does not serve these, as far as a graph knows when it is made."""
+    if torch.jit.is_tracing():
+        return "torch.jit.trace holds no call of flashgen"
     for x in tensors:
         if not isinstance(x, torch.Tensor) or not x.is_cuda:
             return "tensors are not on a GPU"

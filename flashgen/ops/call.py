@@ -15,7 +15,7 @@ from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
 from flashgen.ops.menus import ALIGNMENT, gpu_menu
 from flashgen.ops.splits import INVARIANT, SPLITS
-from flashgen.ops.tracing import watched
+from flashgen.ops.tracing import IN_JIT_TRACE, watched
 from flashgen.ops.values import no_number, no_tensor
 from flashgen.planning import planner
 from flashgen.planning.layout import DENSE, Layout
@@ -101,6 +101,8 @@ class Request(NamedTuple):
 
 def checked(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Request:
     """The request of a call, or LaunchError or PlanError for what is wrong with it."""
+    if torch.jit.is_tracing():
+        raise LaunchError(IN_JIT_TRACE)
     variant, named = call.variant, call.named
     own = sequences.of_call(variant, named)
     kv_splits, of_eight = named.get(SPLITS), float8.of_call(named)

@@ -18,6 +18,7 @@ from flashgen.ops.call import check_layout, check_rows
 from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import Sequences
+from flashgen.ops.tracing import IN_JIT_TRACE
 from flashgen.planning import quantize as planning
 from flashgen.planning.arch import of_device
 from flashgen.planning.layout import DENSE, Dense, Padded, Varlen
@@ -105,6 +106,8 @@ class Asked(NamedTuple):
 
 def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quantized:
     """An eager call."""
+    if torch.jit.is_tracing():
+        raise LaunchError(IN_JIT_TRACE)
     block, joined = asked.block, own_rows.JOINED[0] in asked.named
     if joined:
         q, k, v = (own_rows.in_heads(name, x) for name, x in (("q", q), ("k", k), ("v", v)))

@@ -12,6 +12,12 @@ _Tensor = torch.Tensor
 #: Whether a transform of torch.func is under way.
 of_torch_func = _transforms
 
+#: What calls are told inside of torch.jit.trace, to which sizes are tensors.
+IN_JIT_TRACE = (
+    "torch.jit.trace holds no call of flashgen, whose kernels are chosen by sizes\n"
+    "  nearest: torch.export.export, which holds attention as one op"
+)
+
 #: Whether some torch.autocast is under way, on any kind of device.
 any_autocast = torch._C._is_any_autocast_enabled
 
