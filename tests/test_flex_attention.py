@@ -6,6 +6,8 @@ import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.nn.attention import flex_attention as torchs
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, create_mask, noop_mask
 
@@ -340,6 +342,27 @@ def test_block_masks_of_other_problems_are_refused():
     elsewhere = create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu").to("meta")
     with pytest.raises(flashgen.LaunchError, match="query is on cpu and block_mask on meta"):
         flashgen.flex_attention(q, k, v, block_mask=elsewhere)
+
+
+@pytest.mark.parametrize("with_blocks", [False, True])
+def test_other_devices_are_refused_before_blocks_are_read(with_blocks):
+    block_mask = create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu").to("meta")
+    q, k, v = (x.to("meta") for x in inputs())
+    with pytest.raises(flashgen.LaunchError, match=r"^query is on meta: attention runs on NVIDIA GPUs"):
+        flashgen.flex_attention(q, k, v, block_mask=block_mask if with_blocks else None)
+
+
+def test_block_masks_without_content_are_read_by_the_kernel():
+    """Those of FakeTensors; one that was made before says what it says, under any mode, and once."""
+    made = create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        q, k, v = inputs()
+        assert flashgen.flex_attention(q, k, v, block_mask=made).shape == q.shape and follows(made)
+        fake = create_block_mask(causal, 1, 1, LENGTH, LENGTH, device="cpu", BLOCK_SIZE=BLOCK)
+        assert flashgen.flex_attention(q, k, v, block_mask=fake).shape == q.shape
+    made, (q, k, v) = create_block_mask(by_batch_and_head, BATCH, HEADS, LENGTH, LENGTH, device="cpu"), inputs()
+    graph = make_fx(lambda q: flashgen.flex_attention(q, k, v, block_mask=made))(q)
+    assert follows(made) and torch.equal(graph(q), flashgen.flex_attention(q, k, v, block_mask=made))
 
 
 def test_sliced_block_masks_are_refused():

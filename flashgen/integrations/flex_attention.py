@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention import flex_attention as torchs
+from torch.utils._python_dispatch import _disable_current_modes
 
 from flashgen.errors import LaunchError, shown
 from flashgen.frontends.captures import Captures
@@ -18,6 +19,8 @@ from flashgen.lang.variant import Variant
 from flashgen.locks import Lock
 from flashgen.ops import float8
 from flashgen.ops.attention import attention
+from flashgen.ops.call import check_device
+from flashgen.ops.tracing import watched
 from flashgen.ops.values import no_flag
 
 #: What a block of a layout is: not listed, listed, listed as full.
@@ -72,6 +75,7 @@ def flex_attention(
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, torch.Tensor) or tensor.dim() != 4:
             raise LaunchError(f"{name} is no tensor of [batch, heads, seqlen, head_dim]")
+        check_device(name, tensor)
     float8.refuse_at("flex_attention", query=query, key=key, value=value)
     for name, flag in (("enable_gqa", enable_gqa), ("return_lse", return_lse)):
         if wrong := no_flag(name, flag):
@@ -257,10 +261,13 @@ def _blocks_of(block_mask: Any, mask_mod: Callable[..., Any], batch: int, heads:
     known = _found.get(block_mask)
     if known is not None and tracked and known.holds(tensors, key):
         return known
-    layout = _layout(block_mask, pairs)
-    if layout.is_cuda and torch.cuda.is_current_stream_capturing():
-        return _Blocks((), key, layout, False)  # nothing is asked while a CUDA graph is captured
-    follows = tracked and _follows(block_mask, mask_mod, layout, batch, heads)
+    if any(map(watched, tensors)):
+        return _Blocks((), key, _layout(block_mask, pairs), False)  # FakeTensors have no content to ask about
+    with _disable_current_modes():  # those of make_fx and FakeTensors, to which an answer would be no bool
+        layout = _layout(block_mask, pairs)
+        if layout.is_cuda and torch.cuda.is_current_stream_capturing():
+            return _Blocks((), key, layout, False)  # nothing is asked while a CUDA graph is captured
+        follows = tracked and _follows(block_mask, mask_mod, layout, batch, heads)
     if not tracked:
         return _Blocks((), key, layout, follows)
     blocks = _Blocks(tuple((weakref.ref(x), x._version) for x in tensors), key, layout, follows)

@@ -192,6 +192,11 @@ def _check_tensor(name: str, tensor: object) -> None:
             f"{name} has {tensor.dim()} dimensions {list(tensor.shape)}:"
             f" q, k and v are [batch, heads, seqlen, head_dim]{cure}"
         )
+    check_device(name, tensor)
+
+
+def check_device(name: str, tensor: torch.Tensor) -> None:
+    """Raise LaunchError for a tensor where nothing of flashgen's runs."""
     if tensor.device.type not in ("cpu", "cuda"):
         raise LaunchError(f"{name} is on {tensor.device}: attention runs on NVIDIA GPUs (cuda) and on the CPU")
 
