@@ -22,6 +22,7 @@ from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops import float8
 from flashgen.ops.attention import attention, attention_varlen
+from flashgen.ops.layouts import check_layout, stacked
 from flashgen.ops.values import SYMBOLS, no_flag, no_number, no_tensor, whole
 
 FULL = load_spec("full")
@@ -136,6 +137,7 @@ def _lengths(given: Any, q: torch.Tensor, k_cache: Any, *, paged: bool) -> Any:
     """The keys of each sequence, of one number for all; LaunchError where a cache has no room for it."""
     if not isinstance(given, (int, torch.SymInt, numbers.Integral)):
         return given
+    _check_shape("k_cache", "k_cache", k_cache)
     count, room = whole(given), None if paged or not isinstance(k_cache, torch.Tensor) else k_cache.shape[1]
     if count < 0 or (room is not None and count > room):
         raise LaunchError(
@@ -181,6 +183,7 @@ def flash_attn_varlen_func(
         _check(name, (k, v), "blocks", "block_size", "heads", "head_dim", of="kv")
         if not isinstance(cu_seqlens_k, torch.Tensor):
             raise LaunchError(no_tensor("cu_seqlens_k", cu_seqlens_k))
+        check_layout("cu_seqlens_k", "cu_seqlens_k", cu_seqlens_k, name, nested="torch.cat(cu_seqlens_k.unbind())")
         most = bounded(max_seqlen_k, block_table, k)
         keys = {"page_table": block_table, "kv_lengths": cu_seqlens_k.diff(), "max_seqlen_k": most}
     o, lse = attention_varlen(
@@ -225,14 +228,22 @@ def _no_probabilities(asked: bool, dropout: float) -> None:
 
 def _check(name: str, tensors: Sequence[torch.Tensor], *dimensions: str, of: str = "qkv") -> None:
     for what, x in zip(of, tensors, strict=True):
+        _check_shape(f"{name}: {what}", what, x)
         if not isinstance(x, torch.Tensor) or x.dim() != len(dimensions):
             shape = list(x.shape) if isinstance(x, torch.Tensor) else type(x).__name__
             raise LaunchError(f"{name}: {what} is {shape}: it is [{', '.join(dimensions)}]")
         float8.refuse_at(name, **{what: x})
 
 
+def _check_shape(title: str, name: str, x: object) -> None:
+    """Raise LaunchError for a nested tensor that has no shape; a jagged one has."""
+    if isinstance(x, torch.Tensor) and x.is_nested and x.layout == torch.strided:
+        check_layout(title, name, x, "flash_attn", nested="flash_attn_varlen_func, of sequences behind each other")
+
+
 def _apart(name: str, packed: torch.Tensor, count: int, *rows: str) -> tuple[torch.Tensor, ...]:
     rows = rows or ("batch", "seqlen")
+    _check_shape(name, name, packed)
     if not isinstance(packed, torch.Tensor) or packed.dim() != len(rows) + 3 or packed.shape[len(rows)] != count:
         shape = list(packed.shape) if isinstance(packed, torch.Tensor) else type(packed).__name__
         raise LaunchError(f"{name} is {shape}: it is [{', '.join(rows)}, {count}, heads, head_dim]")
@@ -266,6 +277,7 @@ def bounded(most: Any, block_table: Any, k: Any) -> Any:
     for name, x in (("block_table", block_table), ("k", k)):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(no_tensor(name, x))
+        check_layout(name, name, x, nested=stacked(name))
     if not isinstance(most, int) or block_table.dim() != 2 or k.dim() != 4:
         return most
     return min(most, block_table.shape[1] * k.shape[1])

@@ -14,7 +14,7 @@ from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant, variant
 from flashgen.ops import float8
 from flashgen.ops.attention import attention
-from flashgen.ops.call import check_layout
+from flashgen.ops.layouts import check_layout
 from flashgen.ops.values import no_flag
 
 NAME = "scaled_dot_product_attention"

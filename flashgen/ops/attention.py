@@ -10,9 +10,10 @@ import torch
 from flashgen.errors import LaunchError
 from flashgen.lang.variant import Variant
 from flashgen.ops import autograd, float8, library, nested, splits
-from flashgen.ops.call import Call, check_layout
+from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
+from flashgen.ops.layouts import check_layout
 from flashgen.ops.out import IN_A_TRANSFORM, WITH_GRADIENTS
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import (

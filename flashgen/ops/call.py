@@ -13,6 +13,7 @@ from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
+from flashgen.ops.layouts import check_layout
 from flashgen.ops.menus import ALIGNMENT, gpu_menu
 from flashgen.ops.splits import INVARIANT, SPLITS
 from flashgen.ops.tracing import IN_JIT_TRACE, watched
@@ -219,21 +220,6 @@ def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
         what, cure = f"a {kind} beside others that are none: all are, or none is", "one kind of q, k, v and captures"
     if what is not None:
         raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
-
-
-def check_layout(title: str, name: str, tensor: torch.Tensor, caller: str = "attention") -> None:
-    """Raise LaunchError, in the name of `caller`, for a tensor that is nested or sparse, whose shape and strides may
-    not be asked for."""
-    if tensor.is_nested:
-        what = f"nested: {caller} takes dense tensors"
-        cure = f"{name}.to_padded_tensor(0.0), and a mask of the lengths"
-        if title in ("q", "k", "v"):
-            what = "nested: q, k and v are all nested with layout torch.jagged, or all dense"
-            cure = f"layout=torch.jagged for all three, or {cure}"
-        raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
-    if tensor.layout != torch.strided:
-        layout = str(tensor.layout).removeprefix("torch.")
-        raise LaunchError(f"{title} is {layout}: {caller} takes dense tensors\n  nearest: {name}.to_dense(), a copy")
 
 
 def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

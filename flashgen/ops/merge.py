@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from flashgen.errors import LaunchError
-from flashgen.ops.call import check_layout
+from flashgen.ops.layouts import check_layout
 
 #: What attention() gives.
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

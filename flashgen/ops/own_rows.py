@@ -10,7 +10,7 @@ import torch
 
 from flashgen.errors import LaunchError
 from flashgen.ops import sequences
-from flashgen.ops.call import check_layout
+from flashgen.ops.layouts import check_layout
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import BOUNDS, PADDED, VARLEN, Sequences, places
 from flashgen.ops.values import no_tensor

@@ -9,6 +9,7 @@ import torch
 
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.ranges import MAX_LENGTH
+from flashgen.ops.layouts import check_layout, stacked
 from flashgen.ops.values import no_tensor
 from flashgen.runtime.launch import Cache
 
@@ -35,6 +36,8 @@ def heads_first(
     for name, x in (("k", k), ("v", v)):
         if not isinstance(x, torch.Tensor):
             raise LaunchError(no_tensor(name, x))
+        if x.is_nested or x.layout != torch.strided:
+            check_layout(name, name, x, nested=stacked(name))
         if x.dim() != 4:
             raise LaunchError(
                 f"{name} has {x.dim()} dimensions {list(x.shape)}: with a page_table it is a cache"
@@ -50,13 +53,15 @@ def checked_table(table: object, batch: int, device: torch.device) -> torch.Tens
     if not isinstance(table, torch.Tensor):
         cure = f"torch.tensor(page_table, dtype=torch.int32, device={str(device)!r})"
         raise LaunchError(f"page_table is a {type(table).__name__}: it is {wanted}\n  nearest: {cure}")
+    if table.is_nested or table.layout != torch.strided:
+        check_layout("page_table", "page_table", table, nested=stacked("page_table"))
     shape = list(table.shape)
     wrong = cure = ""
     if table.dtype != torch.int32:
         wrong, cure = str(table.dtype).removeprefix("torch."), "page_table.to(torch.int32)"
     elif table.device != device:
         wrong, cure = f"on {table.device}", f"page_table.to({str(device)!r}), a copy"
-    elif table.layout != torch.strided or table.dim() != 2:
+    elif table.dim() != 2:
         wrong, cure = str(shape), f"[{batch}, pages of a sequence]"
     elif shape[0] != batch:
         wrong, cure = f"{shape}", f"a row for each of {batch} sequences"

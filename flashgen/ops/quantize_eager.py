@@ -14,7 +14,8 @@ from flashgen.codegen.quantize import SIGN_WORDS, pack
 from flashgen.errors import LaunchError
 from flashgen.ops import nested, own_rows
 from flashgen.ops import rope as ropes
-from flashgen.ops.call import check_layout, check_rows
+from flashgen.ops.call import check_rows
+from flashgen.ops.layouts import check_layout, stacked
 from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import Sequences
@@ -178,11 +179,19 @@ def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None, own
     if smooth_k is True:
         k = k.detach() if rope is None else rope.turned(k.detach())
         return k.mean(2, dtype=torch.float64).float().contiguous()
-    shape = (k.shape[0] if own is None else own.sequences, k.shape[1], k.shape[3])
+    shape, cure = (
+        (k.shape[0] if own is None else own.sequences, k.shape[1], k.shape[3]),
+        "the k_mean of an earlier call",
+    )
+    if isinstance(smooth_k, torch.Tensor):
+        check_layout("smooth_k", "smooth_k", smooth_k, "quantize", nested=stacked("smooth_k"))
+        if not smooth_k.is_floating_point():
+            dtype = str(smooth_k.dtype).removeprefix("torch.")
+            raise LaunchError(f"smooth_k is {dtype}: a mean has real floats\n  nearest: smooth_k=True, or {cure}")
     if not isinstance(smooth_k, torch.Tensor) or tuple(smooth_k.shape) != shape or smooth_k.device != k.device:
         raise LaunchError(
             f"smooth_k is neither True, False nor a mean {list(shape)} on {k.device}\n"
-            "  nearest: smooth_k=True, or the k_mean of an earlier call"
+            f"  nearest: smooth_k=True, or {cure}"
         )
     mean = smooth_k.detach().float().contiguous()
     return mean.clone() if mean.data_ptr() % 16 else mean  # kernels load four at a time

@@ -12,6 +12,7 @@ import torch
 from flashgen.errors import LaunchError, shown
 from flashgen.lang.ranges import MAX_LENGTH
 from flashgen.lang.variant import Variant
+from flashgen.ops.layouts import check_layout
 from flashgen.ops.pages import cache_of, checked_table, pages_of
 from flashgen.ops.values import whole
 from flashgen.planning.layout import AT_END, Padded, Paged, Varlen
@@ -185,7 +186,9 @@ def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.de
                 f"{_said(name)} is {shown(bound)}: it is a whole number that no sequence is longer than, below 2^24\n"
                 f"  nearest: {_said(name)}={max(rows)}, that of all rows"
             )
-    if not isinstance(starts, torch.Tensor) or starts.dim() != 1 or starts.numel() == 0:
+    if not isinstance(starts, torch.Tensor) or starts.is_nested or starts.dim() != 1 or starts.numel() == 0:
+        if isinstance(starts, torch.Tensor):
+            _check_dense("cu_seqlens_q", starts)
         raise LaunchError(
             f"cu_seqlens_q is {_shape(starts)}: it is an int32 tensor [sequences + 1], on q's device ({device})\n"
             "  nearest: torch.tensor([0, length of the first, length of the first two ...], dtype=torch.int32)"
@@ -296,19 +299,26 @@ def _check_tensor(name: str, tensor: object, size: int, device: torch.device) ->
     if not isinstance(tensor, torch.Tensor):
         cure = f"torch.tensor({_said(name)}, dtype=torch.int32, device={str(device)!r})"
         raise LaunchError(f"{_said(name)} is a {type(tensor).__name__}: it is {wanted()}\n  nearest: {cure}")
+    if tensor.is_nested or tensor.layout != torch.strided:
+        _check_dense(_said(name), tensor)
     if tensor.dtype != torch.int32:
         dtype, cure = str(tensor.dtype).removeprefix("torch."), f"{_said(name)}.to(torch.int32)"
         raise LaunchError(f"{_said(name)} is {dtype}: it is {wanted()}\n  nearest: {cure}")
     if tensor.device != device:
         cure = f"{_said(name)}.to({str(device)!r}), a copy"
         raise LaunchError(f"{_said(name)} is on {tensor.device}: it is {wanted()}\n  nearest: {cure}")
-    if tensor.layout != torch.strided or tensor.shape != (size,):
+    if tensor.shape != (size,):
         raise LaunchError(f"{_said(name)} is {list(tensor.shape)}: it is {wanted()}\n  nearest: {size} numbers")
     if size > 1 and tensor.stride(0) != 1:
         raise LaunchError(
             f"{_said(name)} has stride {tensor.stride(0)}: its numbers lie side by side\n"
             f"  nearest: {_said(name)}.contiguous()"
         )
+
+
+def _check_dense(name: str, tensor: torch.Tensor) -> None:
+    """Raise LaunchError for numbers of sequences that do not lie side by side in one tensor."""
+    check_layout(name, name, tensor, nested=f"torch.cat({name}.unbind()), a copy")
 
 
 def beyond(found: Sequences | None, rows: int) -> torch.Tensor | None:
