@@ -19,6 +19,11 @@ SCORES = {
     "power by a converted number": (lambda s, b, h, q, k: s ** torch.tensor(2.5).int(), [(3.0, 0, 0)]),
     "condition of a filled integer": (lambda s, b, h, q, k: s if torch.full_like(q, 0.5) else -s, [(3.0, 0, 0)]),
     "condition of a filled condition": (lambda s, b, h, q, k: s if torch.full_like(q > 0, 0.5) else -s, [(3.0, 0, 0)]),
+    "round": (
+        lambda s, b, h, q, k: torch.round(s) - s,
+        [(x, 0, 0) for x in (8388609.0, -8388609.0, 0.49999997, -0.49999997, 0.5, 1.5, 2.5, -0.5, -1.5, 1e-10, -1e-10)],
+    ),
+    "round of a large position": (lambda s, b, h, q, k: torch.round(q.float()) - q, [(0.0, 8388609, 0)]),
     "index of a filled integer": (lambda s, b, h, q, k: TABLE[torch.full_like(q, 1.9)][k], [(0.0, 0, 2)]),
     "integer of a filled integer": (lambda s, b, h, q, k: s * int(torch.full_like(q, -1.9)), [(3.0, 0, 0)]),
 }
@@ -33,7 +38,7 @@ PLACES = [
 def of_flashgen(variant, score, q, k):
     tensors = {name: x.detach().numpy() for name, x in variant.given.items()}
     sizes = dict(batch=1, heads=1, kv_heads=1, q_len=9, kv_len=9)
-    at = dict(b=0, h=0, q=q, k=k, s=score, sizes=sizes, params={}, tensors=tensors, float_dtype=np.float32)
+    at = dict(b=0, h=0, q=q, k=k, s=np.float32(score), sizes=sizes, params={}, tensors=tensors, float_dtype=np.float32)
     return torch.tensor(evaluate(variant.score_node, **at).item())
 
 

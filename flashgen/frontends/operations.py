@@ -364,8 +364,10 @@ def _trunc_of(x: Expr) -> Expr:
 
 def _round_of(x: Expr) -> Expr:
     """To the nearest whole number, ties to even ones."""
-    up = fg.floor(x + 0.5)
-    return fg.where((up - x == 0.5) & (fg.floor(up * 0.5) * 2.0 != up), up - 1.0, up)
+    down = fg.floor(x)
+    above = x - down  # exact where it counts, which x + 0.5 is not beyond 2**23
+    odd = fg.floor(down * 0.5) * 2.0 != down
+    return fg.where((above > 0.5) | ((above == 0.5) & odd), down + 1.0, down)
 
 
 def _round(x: Any, *, decimals: int = 0) -> Array:
