@@ -217,6 +217,7 @@ def rectified_at_the_edge():
 def functions():
     def mod(score, b, h, q, k):
         x = torch.exp(score.clamp(max=1)) + torch.log1p(score.abs()) + torch.log(score * score + 1)
+        x = x + torch.expm1(score.clamp(max=1))
         return (
             x + torch.rsqrt(1 + score**2) + torch.sqrt(score.abs() + 1) + torch.erf(score) + torch.log2(1 + score.exp())
         )

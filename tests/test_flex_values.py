@@ -24,6 +24,10 @@ SCORES = {
         [(x, 0, 0) for x in (8388609.0, -8388609.0, 0.49999997, -0.49999997, 0.5, 1.5, 2.5, -0.5, -1.5, 1e-10, -1e-10)],
     ),
     "round of a large position": (lambda s, b, h, q, k: torch.round(q.float()) - q, [(0.0, 8388609, 0)]),
+    "expm1": (
+        lambda s, b, h, q, k: torch.expm1(s),
+        [(x, 0, 0) for x in (1e-6, -1e-6, 1e-30, 0.01, 0.499, -0.499, 0.501, -0.501, 3.0, -20.0, 100.0, -torch.inf)],
+    ),
     "index of a filled integer": (lambda s, b, h, q, k: TABLE[torch.full_like(q, 1.9)][k], [(0.0, 0, 2)]),
     "integer of a filled integer": (lambda s, b, h, q, k: s * int(torch.full_like(q, -1.9)), [(3.0, 0, 0)]),
 }
@@ -49,7 +53,7 @@ def of_torch(function, score, q, k):
 @pytest.mark.parametrize(("function", "score", "q", "k"), PLACES)
 def test_values_are_those_of_torch(function, score, q, k):
     found = of_flashgen(flashgen.from_flex(score_mod=function), score, q, k)
-    torch.testing.assert_close(found, of_torch(function, score, q, k), check_dtype=False)
+    torch.testing.assert_close(found, of_torch(function, score, q, k), rtol=1e-6, atol=0, check_dtype=False)
 
 
 def test_index_select_takes_rows_of_indices():

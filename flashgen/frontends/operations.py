@@ -376,6 +376,14 @@ def _round(x: Any, *, decimals: int = 0) -> Array:
     return _function(_round_of, keeps_ints=True)(x)
 
 
+def _expm1_of(x: Expr) -> Expr:
+    """exp(x) - 1: near 0, where the difference would lose digits, by its series."""
+    series: Any = 1 / math.factorial(7)
+    for n in range(6, 0, -1):
+        series = series * x + 1 / math.factorial(n)
+    return fg.where(fg.absolute(x) < 0.5, series * x, fg.exp(x) - 1.0)
+
+
 def _rectified(x: Expr) -> Expr:
     return fg.where(x <= 0, 0, x)
 
@@ -622,7 +630,7 @@ FUNCTIONS: dict[str, Operation] = {
         for name in ("exp", "exp2", "log", "log2", "log1p", "tanh", "sigmoid", "sqrt", "rsqrt", "sin", "cos", "erf")
     },
     "tan": _function(lambda x: fg.sin(x) / fg.cos(x)),
-    "expm1": _function(lambda x: fg.exp(x) - 1.0),
+    "expm1": _function(_expm1_of),
     "log10": _function(lambda x: fg.log2(x) * math.log10(2)),
     "logsigmoid": lambda x: _negative(_softplus(_negative(x))),
     "floor": _function(fg.floor, keeps_ints=True),
