@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 import torch
+from torch.nn import functional as F
 
 import flashgen
 from flashgen.lang.evaluate import evaluate
@@ -27,6 +28,11 @@ SCORES = {
     "expm1": (
         lambda s, b, h, q, k: torch.expm1(s),
         [(x, 0, 0) for x in (1e-6, -1e-6, 1e-30, 0.01, 0.499, -0.499, 0.501, -0.501, 3.0, -20.0, 100.0, -torch.inf)],
+    ),
+    "relu6 of an integer": (lambda s, b, h, q, k: TABLE[0][F.relu6(q - k)], [(0.0, q, 3) for q in (1, 5, 8)]),
+    "hardtanh of an integer": (
+        lambda s, b, h, q, k: TABLE[0][F.hardtanh(q - k, -1.7, 2.9)],
+        [(0.0, q, 3) for q in (0, 2, 3, 4, 9)],
     ),
     "index of a filled integer": (lambda s, b, h, q, k: TABLE[torch.full_like(q, 1.9)][k], [(0.0, 0, 2)]),
     "integer of a filled integer": (lambda s, b, h, q, k: s * int(torch.full_like(q, -1.9)), [(3.0, 0, 0)]),

@@ -414,7 +414,9 @@ def _leaky_relu(x: Any, negative_slope: float = 0.01, inplace: bool = False) -> 
 
 
 def _hardtanh(x: Any, low: float, high: float, inplace: bool) -> Array:
-    """A clamp whose gradient is 0 at its ends, as torch's is."""
+    """A clamp whose gradient is 0 at its ends, as torch's is; integers stay integers, and so do their ends."""
+    if not lift(x).dtype.is_floating_point:
+        low, high = int(low), int(high)
     return _numeric(lambda x: fg.where(x <= low, low, fg.where(x >= high, high, x)))(x, inplace=inplace)
 
 
