@@ -140,6 +140,28 @@ def test_an_output_in_no_folder_is_refused_before_the_work(verb, suffix, tmp_pat
     assert "cannot be written by this user" in flashgen(*arguments, tmp_path / f"causal{suffix}", code=2).err
 
 
+#: What Rich would read as the end of a style that nobody began.
+BRACKETED = "x[/y]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", ["plan", "show", "compile", "build", "run", "simulate"])
+def test_names_are_no_markup(verb, tmp_path):
+    spec = tmp_path / f"{BRACKETED}.py"
+    spec.parent.mkdir(exist_ok=True)
+    _, options = SMALL[verb]
+    spec.write_text(f"import flashgen as fg\n\n_ = fg.variant(lambda b, h, q, k: k <= q, name={BRACKETED!r})\n")
+    assert BRACKETED in flashgen(verb, spec, *options).out
+
+
+def test_a_sweep_names_files_as_they_are_called(tmp_path):
+    spec = tmp_path / f"{BRACKETED}.py"
+    spec.parent.mkdir()
+    pins = "head_dims=(16,), dtypes=('float16',), only=True"
+    spec.write_text(f"import flashgen as fg\n\nv = fg.variant(lambda b, h, q, k: k <= q, {pins})\n")
+    assert f"{spec} " in flashgen("run", spec, "--sweep", "--device", "cpu", columns=400).out
+
+
 @pytest.mark.parametrize("verb", ["bench", "cold", "counters", "tune"])
 def test_results_do_not_go_into_a_file(verb, tmp_path):
     (tmp_path / "file").write_text("")

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from flashgen.cli import options
 from flashgen.cli.console import complain, err, progress, seconds, size, tabulate, write_json
@@ -90,7 +91,7 @@ def command(
     for plan, entry in entries:
         dims = f"{plan.head_dim}" if plan.v_head_dim == plan.head_dim else f"{plan.head_dim},{plan.v_head_dim}"
         table.add_row(
-            f"{plan.variant.name} {plan.arch} {plan.dtype} {dims} {plan.pass_name}",
+            Text(f"{plan.variant.name} {plan.arch} {plan.dtype} {dims} {plan.pass_name}"),
             f"{plan.tile.q} x {plan.tile.kv}",
             str(entry.resources.registers),
             size(entry.resources.spills),

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from flashgen.cli import options
 from flashgen.cli.console import err, progress, seconds, tabulate
@@ -65,7 +66,7 @@ def command(
         for cache in CACHES:
             here = [start for start in found if (start.spec, start.cache) == (spec, cache)]
             result, inputs = ([getattr(start, name) for start in here] for name in ("result", "inputs"))
-            table.add_row(spec, cache, _spread(result), _spread(inputs))
+            table.add_row(Text(spec), cache, _spread(result), _spread(inputs))
             rows.append({"spec": spec, "cache": cache, "result": _rounded(result), "inputs": _rounded(inputs)})
     tabulate(table)
     path = folder / "cold.json"
@@ -83,7 +84,7 @@ def command(
         },
         cells=rows,
     )
-    err.print(f"wrote {path}")
+    err.print(f"wrote {path}", markup=False)
 
 
 def _spread(values: list[float]) -> str:

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from flashgen.cli import options
@@ -57,7 +58,7 @@ def command(
             }
         )
         return
-    table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(title=escape(str(resolved)), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     table.add_row(

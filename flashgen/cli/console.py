@@ -40,7 +40,7 @@ def complain(message: str) -> None:
 def progress() -> Progress:
     """A progress bar on stderr that leaves nothing behind."""
     return Progress(
-        TextColumn("{task.description}"),
+        TextColumn("{task.description}", markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeElapsedColumn(),

@@ -46,7 +46,7 @@ def command(
         protocol={"caches": "cold", "read_ratio": "bytes SMs read from L2 / predicted hbm.read_bytes"},
         cells=[one.as_json() for one in counted],
     )
-    err.print(f"wrote {path}")
+    err.print(f"wrote {path}", markup=False)
 
 
 def _table(counted: list) -> Table:

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from flashgen.cli.console import progress, tabulate, times_faster
 from flashgen.cli.measuring import conclude, matching, need_gpu
@@ -106,7 +107,7 @@ def table(results: list[Result], peers: list[str], bar: float, *, backward: bool
     for column in ("cell", "of"):
         shown.add_column(column, no_wrap=True)
     for column in ("RMS", *(f"error / {name}" for name in (EXACT, *peers)), *(f"vs {name}" for name in peers)):
-        shown.add_column(column, justify="right", no_wrap=True)
+        shown.add_column(Text(column), justify="right", no_wrap=True)  # names of peers are a user's
     speeds: dict[str, list[float]] = {}
     for result in results:
         for place, (what, by) in enumerate(result.errors.items()):

@@ -23,7 +23,7 @@ def command(
         with err.status("emitting"):
             changed = refresh(folder)
         for path in changed:
-            err.print(f"{'wrote' if path.exists() else 'removed'} {path}")
+            err.print(f"{'wrote' if path.exists() else 'removed'} {path}", markup=False)
     elif not folder.is_dir():
         raise PlanError(
             f"there is no folder {folder} here to compare with\n"

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.table import Table
+from rich.text import Text
 
 from flashgen.cli.console import progress, size, tabulate, times_faster
 from flashgen.cli.measuring import conclude, matching, need_gpu
@@ -96,7 +97,7 @@ def table(name: str, measured: list[Measured], peers: list[str], bar: float) -> 
     shown.add_column("memory", justify="right", no_wrap=True)
     ratios: dict[str, list[float]] = {}
     for peer in (*peers, *own):
-        shown.add_column(peer, justify="right", no_wrap=True)
+        shown.add_column(Text(peer), justify="right", no_wrap=True)  # names of peers are a user's
     for one in measured:
         row = [
             str(one.cell),

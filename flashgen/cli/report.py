@@ -33,4 +33,4 @@ def command(
     for record in records if draw else ():
         path = folder / f"{record.stem}.svg"
         report.draw(record, path)
-        err.print(f"wrote {path}")
+        err.print(f"wrote {path}", markup=False)

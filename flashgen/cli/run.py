@@ -14,7 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from flashgen.cli import build, options
 from flashgen.cli.console import err, out, progress, seconds, share, size, tabulate, write_json
@@ -150,7 +152,7 @@ def _single(
     from flashgen.planning.tables import decimal
 
     v, predicted = checked.verdict, prediction.hbm.total
-    table = Table(title=str(resolved), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    table = Table(title=escape(str(resolved)), title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
     table.add_column(style="bold", no_wrap=True)
     table.add_column()
     plan = resolved.plan
@@ -172,7 +174,7 @@ def _single(
         table.add_row("counted IO", f"{decimal(counted)} ({same})")
     tabulate(table)
     for reason in reasons:
-        err.print(f"[bold red]check failed:[/] {reason}")
+        err.print(Text.assemble(("check failed:", "bold red"), f" {reason}"))
     elements = v.elements + sum(found.elements for found in verdicts.values())
     if not reasons:
         out.print(f"[green]checked[/] against float64: {elements:,} elements, seed {seed}")
@@ -480,5 +482,5 @@ def _table(rows: dict[str, list[Checked]]) -> Table:
             )
             for value, limit in (("max_error", "max_limit"), ("rms_error", "rms_limit"), ("bias", "bias_limit"))
         ]
-        table.add_row(path, str(len(checked)), str(sum(not c.reasons for c in checked)), *worst)
+        table.add_row(Text(path), str(len(checked)), str(sum(not c.reasons for c in checked)), *worst)
     return table

@@ -8,6 +8,7 @@ import time
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.markup import escape
 from rich.table import Table
 
 from flashgen.cli import options
@@ -168,7 +169,7 @@ def _traffic(resolved: Resolved, report: Report) -> Table:
     """Bytes of global memory by tensor, executed and predicted."""
     plan = resolved.plan
     table = Table(
-        title=f"{resolved}\n{plan.pipeline} on {plan.arch}, tiles of {plan.tile.q} x {plan.tile.kv}",
+        title=escape(f"{resolved}\n{plan.pipeline} on {plan.arch}, tiles of {plan.tile.q} x {plan.tile.kv}"),
         title_justify="left",
         box=None,
         padding=(0, 2, 0, 0),

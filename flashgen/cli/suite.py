@@ -8,6 +8,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rich.markup import escape
 from rich.table import Table
 
 from flashgen.cli.console import err, progress, seconds, tabulate, times_faster
@@ -170,5 +171,5 @@ def _beside(found: Found, slack: float) -> list[str]:
     for name in found.others:
         bar = found.row.bars.get(name)
         ratio = times_faster(found.ratio(name), slack * bar if bar else 0.0)
-        told.append(f"{name} {ratio}" + (f" of {bar:g}" if bar else ""))
+        told.append(f"{escape(name)} {ratio}" + (f" of {bar:g}" if bar else ""))
     return told
