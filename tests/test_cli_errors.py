@@ -106,6 +106,24 @@ def test_a_folder_is_for_a_sweep():
     assert "nearest: flashgen run specs --sweep" in refusal("run", "specs")
 
 
+def test_paths_in_advice_are_quoted(tmp_path):
+    folder = tmp_path / "my specs"
+    assert f"nearest: mkdir -p '{folder}'" in refusal("emit", "causal", "-o", folder / "x.cu")
+    folder.mkdir()
+    assert f"nearest: flashgen run '{folder}' --sweep" in refusal("run", folder)
+    assert f"nearest: --output '{folder}/NAME'" in refusal("emit", "causal", "-o", folder)
+    (folder / "file").write_text("")
+    assert f"nearest: --folder '{folder}'" in refusal("tune", "causal", "--folder", folder / "file")
+    assert "nearest: --tensor 'doc=a b.npy' alone" in refusal("plan", "document", *["--tensor", "doc=a b.npy"] * 2)
+
+
+def test_a_link_that_leads_nowhere(tmp_path):
+    (tmp_path / "dangling.py").symlink_to("nowhere.py")
+    err = refusal("plan", tmp_path / "dangling.py")
+    assert "dangling.py is a link to nowhere.py, where there is no file" in err and "did you mean" not in err
+    assert "did you mean" not in refusal("plan", tmp_path / "danglin.py")
+
+
 def test_a_folder_without_specs(tmp_path):
     assert f"the folder {tmp_path} holds no spec" in refusal("run", tmp_path, "--sweep")
 

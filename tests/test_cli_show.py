@@ -125,6 +125,8 @@ def test_heads_differ():
     "arguments, message",
     [
         (["--output", "mask.jpg"], "show cannot draw to mask.jpg: it writes .png and .svg\n  nearest: mask.png"),
+        (["--batch", "0"], "there is nothing to show: batch is 0\n  nearest: --batch 1"),
+        (["--heads", "0"], "there is nothing to show: heads is 0\n  nearest: --heads 1"),
         (["--h", "8"], "--h 8 is not one of the 8 of this problem\n  nearest: --h 0"),
         (["--seqlen", "100000"], "100000 x 100000 are too many\n  nearest: --seqlen 16384"),
         (["--seqlen", "0"], "there is nothing to show: 0 queries and 0 keys"),

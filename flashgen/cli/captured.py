@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -33,7 +34,9 @@ def arrays(
     files: dict[str, str] = {}
     for name, file in (options.pair(text, "--tensor", "NAME=FILE") for text in texts):
         if name in files:
-            raise PlanError(f"--tensor {name} is given twice\n  nearest: --tensor {name}={file} alone")
+            raise PlanError(
+                f"--tensor {name} is given twice\n  nearest: --tensor {shlex.quote(f'{name}={file}')} alone"
+            )
         files[name] = file
     names = [tensor.name for tensor in variant.tensors]
     if unknown := [name for name in files if name not in names]:

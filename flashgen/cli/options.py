@@ -8,6 +8,7 @@ import functools
 import inspect
 import os
 import re
+import shlex
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -47,9 +48,9 @@ def _writable(path: Path | None) -> Path | None:
         return None
     folder = path.parent
     if not folder.is_dir():
-        raise PlanError(f"--output {path}: there is no folder {folder}\n  nearest: mkdir -p {folder}")
+        raise PlanError(f"--output {path}: there is no folder {folder}\n  nearest: mkdir -p {shlex.quote(str(folder))}")
     if path.is_dir():
-        raise PlanError(f"--output {path} is a folder\n  nearest: --output {path / 'NAME'}")
+        raise PlanError(f"--output {path} is a folder\n  nearest: --output {shlex.quote(str(path / 'NAME'))}")
     if not os.access(path if path.exists() else folder, os.W_OK):
         raise PlanError(f"--output {path} cannot be written by this user\n  nearest: a folder of your own")
     return path
@@ -58,7 +59,7 @@ def _writable(path: Path | None) -> Path | None:
 def results(path: Path | None) -> Path | None:
     """A --folder that results go to, which is made when there are any: it must not be something else already."""
     if path is not None and path.exists() and not path.is_dir():
-        raise PlanError(f"--folder {path} is a file\n  nearest: --folder {path.parent}")
+        raise PlanError(f"--folder {path} is a file\n  nearest: --folder {shlex.quote(str(path.parent))}")
     return path
 
 

@@ -98,7 +98,9 @@ def command(
     if deterministic and not backward:
         raise PlanError("--deterministic is of the backward\n  nearest: --deterministic with --backward")
     if Path(spec).is_dir() and not sweep:
-        raise PlanError(f"{spec} is a folder, and a run takes one spec\n  nearest: flashgen run {spec} --sweep")
+        raise PlanError(
+            f"{spec} is a folder, and a run takes one spec\n  nearest: {shlex.join(['flashgen', 'run', spec])} --sweep"
+        )
     device = options.device(device)
     if sweep:
         ok = _sweep(spec, request, seed, dropout, device, as_json)

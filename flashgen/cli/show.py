@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -90,7 +91,9 @@ def command(
     from flashgen.analysis.formula import formula
 
     if output is not None and output.suffix not in (".png", ".svg"):
-        raise PlanError(f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {output.stem}.png")
+        raise PlanError(
+            f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {shlex.quote(f'{output.stem}.png')}"
+        )
     if program:
         if b or h:
             raise PlanError("--b and --h choose a mask, and --program draws none\n  nearest: leave them out")
@@ -99,7 +102,9 @@ def command(
     with err.status("evaluating the mask"):
         resolved = resolve(spec, request, which)
         problem = resolved.problem
-        for name, value, count in (("--b", b, problem.batch), ("--h", h, problem.heads)):
+        for name, value, count, many in (("--b", b, problem.batch, "batch"), ("--h", h, problem.heads, "heads")):
+            if not count:
+                raise PlanError(f"there is nothing to show: {many} is 0\n  nearest: --{many} 1")
             if not 0 <= value < count:
                 raise PlanError(f"{name} {value} is not one of the {count} of this problem\n  nearest: {name} 0")
         picture = look(resolved, b, h)

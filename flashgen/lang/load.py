@@ -83,7 +83,9 @@ def _find(path: Path) -> Path:
             raise SpecError(f"{path} is a folder; name one of its specs: {specs}")
         if path.name in known and path.parent == Path():
             return known[path.name].resolve()
-        beside = [str(f) for f in path.parent.glob("*.py")] if path.parent.is_dir() else []
+        if path.is_symlink():
+            raise SpecError(f"{path} is a link to {path.readlink()}, where there is no file; {_shipped()}")
+        beside = [str(f) for f in path.parent.glob("*.py") if f.is_file()] if path.parent.is_dir() else []
     except OSError as error:  # a name that is too long, a folder that is closed to us
         asked = str(path) if len(str(path)) <= _SHOWN else f"{str(path)[:_SHOWN]}..."
         raise SpecError(f"cannot look for the spec {asked}: {error.strerror}; {_shipped()}") from None
