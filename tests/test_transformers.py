@@ -1,5 +1,7 @@
 """Models of transformers with flashgen's attention and masks, against their eager ones."""
 
+import copy
+
 import pytest
 import torch
 from torch._dynamo.utils import counters
@@ -128,6 +130,22 @@ def test_a_model_that_counts_the_dimensions_of_its_mask():
         return model.generate(ids(), attention_mask=padding("left"), pad_token_id=0, **options)
 
     assert torch.equal(*both(model, generated))
+
+
+@pytest.mark.parametrize(
+    ("asked", "use"),
+    [
+        ("size", lambda given: given.size()),
+        ("dtype", lambda given: given.dtype),
+        ("a part", lambda given: given[:, None]),
+        ("add", lambda given: torch.add(torch.zeros(1), given)),
+    ],
+)
+def test_a_mask_that_is_asked_for_what_tensors_have_says_who_asks(asked, use):
+    given = mask(1, 3, 8)
+    with pytest.raises(LaunchError, match=rf"^{asked} of attention_mask: this model computes(?s:.*)'sdpa' or 'eager'"):
+        use(given)
+    assert not hasattr(given, asked) and not hasattr(given, "__len__") and copy.deepcopy(given).shape == given.shape
 
 
 def test_a_model_that_computes_attention_by_itself_is_refused():
@@ -262,7 +280,7 @@ def test_what_it_lacks_is_refused_by_name(name):
     with pytest.raises(LaunchError, match=f"^fg_attention takes no {name} of Layer\n  nearest: "):
         attend(Layer(), q, k, v, None, is_causal=False, **{name: True})
     attend(Layer(), q, k, v, None, is_causal=False, **{name: None if name != "output_attentions" else False})
-    with pytest.raises(LaunchError, match="^fg_attention: key is float8_e4m3fn, and this call takes no descales"):
+    with pytest.raises(LaunchError, match=r"^fg_attention: key is float8_e4m3fn, and this call takes no descales"):
         attend(Layer(), q, k.to(torch.float8_e4m3fn), v, None, is_causal=False)
 
 

@@ -38,6 +38,17 @@ _capped: dict[str, Variant] = {}
 _lock = Lock()
 
 
+class OwnAttentionError(LaunchError, AttributeError):
+    """A model asks its mask for what only tensors have; as an AttributeError, so that `hasattr` says no."""
+
+    def __init__(self, asked: str) -> None:
+        super().__init__(
+            f"{asked} of attention_mask: this model computes attention by itself, and"
+            f" attn_implementation={NAME!r} serves models whose layers ask transformers' AttentionInterface for it\n"
+            "  nearest: attn_implementation='sdpa' or 'eager'"
+        )
+
+
 class Mask(BlockMask):
     """A traced mask, as models hand it from the mask function to their layers: a variant, and what it captures.
 
@@ -65,11 +76,17 @@ class Mask(BlockMask):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """A model that adds its mask to scores computes attention by itself."""
-        raise LaunchError(
-            f"{getattr(func, '__name__', func)} of attention_mask: this model computes attention by itself, and"
-            f" attn_implementation={NAME!r} serves models whose layers ask transformers' AttentionInterface for it\n"
-            "  nearest: attn_implementation='sdpa' or 'eager'"
-        )
+        raise OwnAttentionError(getattr(func, "__name__", str(func)))
+
+    def __getattr__(self, name: str) -> Any:
+        """So does one that asks for what a tensor has and this does not."""
+        if name.startswith("__"):
+            raise AttributeError(f"a Mask has no {name}")
+        raise OwnAttentionError(name)
+
+    def __getitem__(self, index: Any) -> Any:
+        """And one that takes a part of it."""
+        raise OwnAttentionError("a part")
 
     def to(self, *_: Any, **__: Any) -> Mask:
         """Itself: what it captures lies where the model is."""
