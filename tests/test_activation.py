@@ -216,6 +216,29 @@ def test_contexts_nest_and_bring_back_who_was_there(gpu):
     assert providers.current_flash_attention_impl() == "other" and activation._active == []
 
 
+@pytest.mark.parametrize("patch", [False, True])
+def test_a_context_holds_each_time_that_it_is_entered(gpu, patch):
+    before = F.scaled_dot_product_attention
+
+    def active():
+        if patch:
+            return F.scaled_dot_product_attention is not before
+        return providers.current_flash_attention_impl() == activation.PROVIDER
+
+    context = flashgen.activate(patch=patch)
+    for _ in range(2):
+        with context:
+            assert active()
+            with context:
+                assert active()
+            assert active()
+        assert not active() and activation._active == []
+    with context:
+        flashgen.deactivate()
+        assert not active()
+    assert not active()
+
+
 def test_a_provider_that_is_chosen_meanwhile_stays(gpu):
     other = Other()
     with flashgen.activate():

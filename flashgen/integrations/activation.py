@@ -54,17 +54,23 @@ MAX_TOLD = 256
 
 
 class Activation:
-    """What `activate` gives: a context, at whose end it is taken back."""
+    """What `activate` gives: a context, at whose end it is taken back; entered again, it holds again."""
 
     def __init__(self, patch: bool) -> None:
         self._patch = patch
+        self._entered = 0
 
     def __enter__(self) -> Activation:
+        with _lock:
+            if self not in _active:
+                _begin(self)
+            self._entered += 1
         return self
 
     def __exit__(self, *_: object) -> None:
         with _lock:
-            if self in _active:
+            self._entered = max(self._entered - 1, 0)
+            if not self._entered and self in _active:
                 _end(self)
 
 
@@ -86,9 +92,7 @@ def activate(patch: bool = False) -> Activation:
         raise LaunchError(wrong)
     activation = Activation(patch)
     with _lock:
-        if not any(other._patch == patch for other in _active):
-            (_patch if patch else _provide)()
-        _active.append(activation)
+        _begin(activation)
     return activation
 
 
@@ -100,6 +104,12 @@ def deactivate() -> None:
     with _lock:
         if _active:
             _end(_active[-1])
+
+
+def _begin(activation: Activation) -> None:
+    if not any(other._patch == activation._patch for other in _active):
+        (_patch if activation._patch else _provide)()
+    _active.append(activation)
 
 
 def _end(activation: Activation) -> None:
