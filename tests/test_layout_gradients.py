@@ -60,6 +60,7 @@ def test_tiles_behind_a_sequence_are_not_visited(layout):
 def test_what_keys_say_is_not_read_where_there_is_none():
     """The first sequence has no key: its tensor begins where the memory does, and nothing before it is read."""
     check("key_padding", {"q_lengths": (40, 33), "kv_lengths": (0, 70), "q_len": 40, "kv_len": 70})
+    check("key_padding", {"layout": Varlen(), "q_lengths": (0, 13), "kv_lengths": (70, 40), "q_len": 13, "kv_len": 70})
 
 
 @pytest.mark.nightly(sibling="test_gradients")
