@@ -189,6 +189,8 @@ def test_masks_that_are_tensors_are_judged(make, name):
 def test_the_share_of_summaries():
     told = masks.shares({"attention_summaries": 2.0, "attention_forward": 98.0})
     assert told["summaries_us"] == 2.0 and told["summaries_share"] == 0.02
+    told = masks.shares({"attention_summaries": 2.0, "attention_order": 3.0, "attention_forward": 95.0})
+    assert told["summaries_us"] == 5.0 and told["summaries_share"] == 0.05
     assert masks.shares({}) == {"kernels": "the profiler saw no kernel"}
 
 

@@ -282,3 +282,19 @@ def test_who_gets_tiles_of_one_warpgroup(heads, q_len, few):
 def test_a_tile_that_is_asked_for_stays():
     assert few_of(tile=(128, 128)).few == ()
     assert few_of(tile=(64, 128)).plans[0].program.text() == "1 scheduler, 1 loader, 1 storer, 4 consumer, 1 idle warp"
+
+
+def test_a_forward_that_no_tile_fits_falls_back():
+    """At head_dim 256 with dropout no registers are left for what documents and a bias read."""
+    doc = fg.tensor("doc", ("batch", None), "int32")
+    bias = fg.tensor("bias", ("batch", "heads", "kv"), "bfloat16")
+    both = fg.variant(lambda b, h, q, k: doc[b, q] == doc[b, k], lambda s, b, h, q, k: s + bias[b, h, k], name="both")
+    asked = {"head_dim": 256, "arch": "sm_90a", "dtype": "bfloat16", "dropout": True}
+    found = fg.plan(both, **asked)
+    (fallback,) = found.fallbacks
+    assert (found.pipeline, fallback.pipeline) == ("ampere", "hopper") and "registers" in fallback.reason
+    assert "dropout=False" in fallback.nearest
+    assert fg.plan(both, **{**asked, "head_dim": 192}).pipeline == "hopper"
+    for fixed in ({"pipeline": "hopper"}, {"stages": 2}, {"tile": (64, 16)}):
+        with pytest.raises(fg.PlanError, match=r"fits sm_90a|registers"):
+            fg.plan(both, **asked, **fixed)

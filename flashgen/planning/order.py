@@ -23,8 +23,9 @@ if TYPE_CHECKING:
 #: The kernel that finds it.
 ENTRY = "attention_order"
 
-#: Threads of its blocks, a warp for each tile of queries.
-THREADS = 512
+#: Threads of its blocks, a warp for each tile of queries: as many as there can be, since there are few blocks, and a
+#: round of tiles waits for L2.
+THREADS = 1024
 
 #: Tiles of keys for each SM, below which the kernel, of 3 to 4 us, would take more than is waited for.
 LEAST_TILES = 256

@@ -383,7 +383,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             full_tiles=TilesAlike(),
             highest=_highest(c, request),
             o=OInPartsOfTurnedV() if request.keys.split else OOfTurnedV(),
-            scheduler=forward.scheduler(request),
+            scheduler=forward.scheduler(c, request),
             products=TwoLevels(piece=piece(request), ahead=ahead),
             p=_p(request),
             v=VTurnedOver(),

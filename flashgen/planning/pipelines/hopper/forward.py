@@ -270,8 +270,17 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """None: the pipeline has every forward of the language."""
-    return None
+    """Why no tile fits, where any may be taken, or None: the pipeline has every forward of the language.  Leaves have the
+    bits of one pipeline: where they do not fit no other serves them."""
+    if request.fixed.tile or request.fixed.pipeline or request.fixed.integers() or request.keys.invariant:
+        return None
+    reasons = []
+    for c in candidates(request.fixed):
+        reason = does_not_fit_reason(c, request)
+        if reason is None:
+            return None
+        reasons.append(reason)
+    return reasons[-1]
 
 
 def candidates(fixed: Fixed) -> Iterator[Candidate]:
@@ -516,7 +525,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
             highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
             o=_o(c, request),
-            scheduler=scheduler(request),
+            scheduler=scheduler(c, request),
             fold=fold(c, request),
             runs_anew=runs_anew(c, request),
         ),
@@ -590,7 +599,7 @@ def _uniform(c: Candidate, request: KernelRequest) -> bool:
     return request.profile.uniform(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv))
 
 
-def scheduler(request: KernelRequest) -> Scheduler:
+def scheduler(c: Candidate, request: KernelRequest) -> Scheduler:
     """Who hands out tiles of queries."""
     if request.layout.joined:
         return SequenceScheduler()
@@ -600,8 +609,10 @@ def scheduler(request: KernelRequest) -> Scheduler:
     uneven = request.profile.masked or (request.keys.split and request.layout.own)
     if not uneven:
         return StaticScheduler()
-    plain = not request.layout.own and request.keys == ALL_KEYS
-    return DynamicScheduler(ordered=plain and request.profile.hides and bool(request.profile.facts.summaries))
+    by_data = request.profile.hides and bool(request.profile.facts.summaries)
+    # Tiles that are judged by their parts take longer to count than is waited for.
+    ordered = by_data and not (request.layout.own or _cuts(c, request))
+    return DynamicScheduler(ordered=ordered and request.keys == ALL_KEYS)
 
 
 def packed(plan: KernelPlan) -> KernelPlan | None:

@@ -597,7 +597,7 @@ DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   return hidden ? PARTIAL : FULL;
 }
 
-constexpr int ORDER_THREADS = 512, SIZES = 64;  // of a block; how much tiles of queries see, in such steps
+constexpr int ORDER_THREADS = 1024, SIZES = 64;  // of a block; how much tiles of queries see, in such steps
 
 // Before the kernel that visits tiles: puts tiles of queries in order, those first that see most.
 extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
@@ -611,10 +611,12 @@ attention_order(const __grid_constant__ Params p) {
   if (threadIdx.x < SIZES) places[threadIdx.x] = 0;
   __syncthreads();
   const int kv_tiles = (p.kv_len + TILE_KV - 1) / TILE_KV;
+#pragma unroll 1
   for (int q_tile = threadIdx.x / 32; q_tile < p.q_tiles; q_tile += ORDER_THREADS / 32) {
     const int q_first = q_tile * TILE_Q;
     const Rows rows = {b, h, q_first, min(q_first + TILE_Q, p.q_len) - 1};
     int seen = 0;
+#pragma unroll 1
     for (int first = 0; first < kv_tiles; first += 32) {
       const int tile = first + threadIdx.x % 32;
       const bool in_a_run = tile < kv_tiles && previous_tile(tile, rows, p) == tile;
@@ -626,13 +628,16 @@ attention_order(const __grid_constant__ Params p) {
     }
   }
   __syncthreads();
-  if (threadIdx.x == 0) {
-    int before = 0;
-    for (int i = 0; i < SIZES; i++) {
-      const int count = places[i];
-      places[i] = before;
-      before += count;
+  if (threadIdx.x < 32) {  // a lane has two sizes
+    const int first = places[2 * threadIdx.x], second = places[2 * threadIdx.x + 1];
+    int up_to = first + second;
+#pragma unroll
+    for (int apart = 1; apart < 32; apart *= 2) {
+      const int before = __shfl_up_sync(~0u, up_to, apart);
+      if (threadIdx.x >= apart) up_to += before;
     }
+    places[2 * threadIdx.x] = up_to - first - second;
+    places[2 * threadIdx.x + 1] = up_to - second;
   }
   __syncthreads();
   for (int q_tile = p.q_tiles - 1 - threadIdx.x; q_tile >= 0; q_tile -= ORDER_THREADS)
