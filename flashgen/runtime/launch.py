@@ -196,7 +196,7 @@ _NUMBERS = (
     *("q_rows", "kv_rows", "q_offset", "splits", "q_start", "k_start", "scale"),
 )
 
-_ByTiles = tuple[tuple[LaunchGrid, ...], tuple[Part, ...], tuple[Part, ...]]
+_ByTiles = tuple[tuple[LaunchGrid, ...], tuple[Part, ...], tuple[Part, ...], int]
 
 _OF_CACHE = ("pages", "page_size", "page_rows", "page_magic", "page_shift", "table_row")
 
@@ -269,8 +269,8 @@ def _outline(plan: KernelPlan) -> _Outline:
         for axis in range(len(tensor.dims)):
             names += f"size{axis}_{tensor.name}", f"stride{axis}_{tensor.name}"
     storable = () if plan.backward is None else backward.storable(plan)
-    names += ("ordered",) if plan.ordered else ()
     names += () if plan.backward is None else ("clear_distance", *(f"stored_{name}" for name in storable))
+    names.append("ordered")
     return _Outline(
         pointers=tuple(dict.fromkeys((*maps, *others, *cleared))),
         counted=bool(cleared),
@@ -432,9 +432,6 @@ def make_launch(
         if clear_distance is None:
             clear_distance = backward.clear_distance(plan, problem, sms, together)
         numbers.append(min(clear_distance, batch * kv_heads))
-    if plan.ordered:
-        tiles = _taken(plan, problem, q_tiles, pack, kv_splits)
-        numbers.append(int(order.wanted(plan, tiles, kv_tiles, sms)))
     if outline.by_length or outline.gradients:
         shapes = {name: captured[name].sizes for name in plan.gradients}
         if outline.storable:
@@ -446,7 +443,8 @@ def make_launch(
         if outline.summaries:
             at = *at, *[-(-(kv_len if side == "k" else q_len) // n) for side, n in outline.summaries]
         by_tiles = known.get(at) or known.keep(at, _by_tiles(plan, problem, sms, rows, q_tiles, pack, kv_splits, {}))
-    grids, workspaces, cleared = by_tiles
+    grids, workspaces, cleared, ordered = by_tiles
+    numbers += (ordered,)
     descs = _tensor_maps(maps, strides, rows, cache, outline.tile_kv) if maps else ()
     return new(Launch, (plan, grids, Values(outline.places, tuple(numbers)), descs, workspaces, cleared))
 
@@ -461,7 +459,7 @@ def _by_tiles(
     kv_splits: int,
     shapes: Mapping[str, tuple[int, ...]],
 ) -> _ByTiles:
-    """Grids, workspaces, and what is cleared."""
+    """Grids, workspaces, what is cleared, and whether tiles of queries are put in order."""
     outline, taken = _outline(plan), _taken(plan, problem, q_tiles, pack, kv_splits)
     workspaces: tuple[Part, ...] = ()
     if plan.backward is not None:
@@ -470,7 +468,13 @@ def _by_tiles(
     if plan.summaries:
         workspaces = (*workspaces, *summaries.workspaces(plan, problem), *order.workspaces(plan, problem))
     cleared = (COUNTERS,) if outline.counted and taken > sms else ()  # else each block has but one tile
-    return _grids(plan, problem, sms, rows, taken, kv_splits), workspaces, cleared
+    ordered = int(_ordered(plan, problem, sms, taken))
+    return _grids(plan, problem, sms, rows, taken, kv_splits), workspaces, cleared, ordered
+
+
+def _ordered(plan: KernelPlan, problem: Problem, sms: int, taken: int) -> bool:
+    """Whether so many tiles of queries are put in order first."""
+    return order.wanted(plan, taken, -(-problem.kv_len // plan.tile.kv), sms)
 
 
 def main_entry(plan: KernelPlan) -> str:
@@ -505,7 +509,7 @@ def _grids(
 ) -> tuple[LaunchGrid, ...]:
     if plan.backward is None:
         found = _forward_grids(plan, problem, sms, rows, taken, kv_splits)
-        if order.wanted(plan, taken, -(-problem.kv_len // plan.tile.kv), sms):
+        if _ordered(plan, problem, sms, taken):
             blocks = order.orders(plan, problem.batch, problem.heads)
             found.insert(0, _grid(plan, order.ENTRY, blocks, order.THREADS))
     else:

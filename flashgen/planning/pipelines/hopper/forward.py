@@ -270,8 +270,8 @@ def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
 
 
 def unsupported_reason(request: KernelRequest) -> str | None:
-    """Why no tile fits, where any may be taken, or None: the pipeline has every forward of the language.  Leaves have the
-    bits of one pipeline: where they do not fit no other serves them."""
+    """Why no tile fits, where any may be taken, or None: the pipeline has every forward of the language.  Leaves have
+    the bits of one pipeline: where they do not fit no other serves them."""
     if request.fixed.tile or request.fixed.pipeline or request.fixed.integers() or request.keys.invariant:
         return None
     reasons = []

@@ -604,7 +604,7 @@ extern "C" __global__ void __launch_bounds__(ORDER_THREADS)
 attention_order(const __grid_constant__ Params p) {
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
-  __shared__ int places[SIZES];  // of each size the place of the next such tile
+  __shared__ alignas(8) int places[SIZES];  // of each size the place of the next such tile
   const int b = (int)blockIdx.x, h = 0;
   int* const size = p.order + (i64)blockIdx.x * 2 * p.q_tiles;
   int* const found = size + p.q_tiles;
@@ -629,15 +629,15 @@ attention_order(const __grid_constant__ Params p) {
   }
   __syncthreads();
   if (threadIdx.x < 32) {  // a lane has two sizes
-    const int first = places[2 * threadIdx.x], second = places[2 * threadIdx.x + 1];
-    int up_to = first + second;
+    int2& mine = ((int2*)places)[threadIdx.x];
+    const int2 count = mine;
+    int up_to = count.x + count.y;
 #pragma unroll
     for (int apart = 1; apart < 32; apart *= 2) {
       const int before = __shfl_up_sync(~0u, up_to, apart);
       if (threadIdx.x >= apart) up_to += before;
     }
-    places[2 * threadIdx.x] = up_to - first - second;
-    places[2 * threadIdx.x + 1] = up_to - second;
+    mine = {up_to - count.x - count.y, up_to - count.y};
   }
   __syncthreads();
   for (int q_tile = p.q_tiles - 1 - threadIdx.x; q_tile >= 0; q_tile -= ORDER_THREADS)
