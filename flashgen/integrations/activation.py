@@ -313,8 +313,9 @@ def _patch() -> None:
     if F.scaled_dot_product_attention is not _patched:
         _original = F.scaled_dot_product_attention
         F.scaled_dot_product_attention = _patched
-        # torch.jit.script calls PyTorch's op: it compiles no Python like this.
-        torch.jit._builtins._register_builtin(_patched, f"aten::{sdpa.NAME}")
+        # torch.jit.script calls PyTorch's op, where it can be told to: it compiles no Python like this.
+        if (register := getattr(torch.jit._builtins, "_register_builtin", None)) is not None:
+            register(_patched, f"aten::{sdpa.NAME}")
     _log.warning("torch.nn.functional.scaled_dot_product_attention is flashgen's in this process until deactivate()")
 
 

@@ -27,7 +27,7 @@ ENTRY = "attention_order"
 #: round of tiles waits for L2.
 THREADS = 1024
 
-#: Tiles of keys for each SM, below which the kernel, of 3 to 4 us, would take more than is waited for.
+#: Tiles of keys for each SM, below which the kernel, of some 3 us, would take more than is waited for.
 LEAST_TILES = 256
 
 
