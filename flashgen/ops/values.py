@@ -49,10 +49,12 @@ def whole(value: object) -> Any:
     is none, and neither is a tensor, for whose value a call would wait, or a size of a traced one."""
     if isinstance(value, (int, torch.SymInt, torch.Tensor)) or not hasattr(value, "__index__"):
         return value
+    if isinstance(value, np.bool_):
+        return value  # older NumPy's have one
     try:
         return operator.index(value)
     except TypeError:
-        return value  # NumPy's bools and arrays have one that raises
+        return value  # NumPy's arrays have one that raises
 
 
 def of_numpy(value: Any) -> Any:
