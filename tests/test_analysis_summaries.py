@@ -297,7 +297,9 @@ def test_bytes_are_those_of_the_walk(monkeypatch, name, pipeline):
     assert dict(predicted.kernels)["attention_summaries"].write_bytes == counted.summaries > 0
     of_bits = [one.bits_pointer for one in plan.summaries if one.bits is not None]
     names = [*(one.pointer for one in plan.summaries), *of_bits, *(["order"] if plan.ordered else [])]
-    assert [part.name for part in predicted.workspaces] == names and plan.ordered == (pipeline == "hopper")
+    assert [part.name for part in predicted.workspaces] == names
+    in_parts = name in ("blocks", "table")  # whose tiles are judged by parts: they have no order
+    assert plan.ordered == (pipeline == "hopper" and not in_parts)
     if plan.ordered:
         monkeypatch.setattr(order, "wanted", lambda *_: True)
         predicted, counted = traffic.predict(plan, problem, case), walk.count(plan, facts, case, **dims)
