@@ -50,15 +50,13 @@ class Word:
     node: Node | None = None
 
     @property
-    def nodes(self) -> tuple[Node, ...]:
-        """Those of all words that it is made of, in their order."""
-        own = () if self.node is None else (self.node,)
-        return (*own, *(n for word in self.words for n in word.nodes))
+    def leaves(self) -> tuple[Word, ...]:
+        """The words of nodes that it is made of, in their order."""
+        return tuple(leaf for word in self.words for leaf in word.leaves) if self.words else (self,)
 
     def having(self, of: Of) -> tuple[Node, ...]:
-        """The nodes of its words of this kind, each once."""
-        own = [self.node] if self.of is of and self.node is not None else []
-        return tuple(dict.fromkeys((*own, *(n for word in self.words for n in word.having(of)))))
+        """The nodes of its leaves of this kind, each once."""
+        return tuple(dict.fromkeys(leaf.node for leaf in self.leaves if leaf.of is of and leaf.node is not None))
 
 
 class _Unspeakable(Exception):
@@ -69,10 +67,11 @@ class _Unspeakable(Exception):
 def in_words(variant: Variant) -> Word | None:
     """The mask of a variant whose constants are bound, where it is made of such conditions alone and some of the key
     read a captured tensor; else None."""
-    if variant.mask is None or not analyse(variant).hidden:
+    facts = analyse(variant)
+    if variant.mask is None or not facts.hidden:
         return None
     try:
-        found = _Reader(analyse(variant).int64).word(variant.mask)
+        found = _Reader(facts.int64).word(variant.mask)
     except _Unspeakable:
         return None
     by_key = found.having(Of.KEY)
@@ -113,11 +112,9 @@ class _Reader:
             return None
         if any(o in self.wide or o.dtype.itemsize > 4 for o in n.operands):
             return None
-        left, right = n.operands
+        op, (left, right) = n.op, n.operands
         if right.op == "abs":
-            left, right, op = right, left, _TURNED[n.op]
-        else:
-            op = n.op
+            op, left, right = _TURNED[op], right, left
         if left.op == "abs":
             return self._within(op, left.operands[0], right)
         return self._bound(op, left, right)

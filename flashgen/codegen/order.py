@@ -35,9 +35,9 @@ class OrderCode:
     def number(self) -> str:
         """Which of all orders is that of the head `head` among those of all sequences."""
         by_batch, by_head = order.of_each(self.plan)
-        return {(True, True): "head", (True, False): "head / p.heads", (False, True): "head % p.heads"}.get(
-            (by_batch, by_head), "0"
-        )
+        if by_batch:
+            return "head" if by_head else "head / p.heads"
+        return "head % p.heads" if by_head else "0"
 
     @property
     def lookup(self) -> str:
@@ -53,5 +53,4 @@ class OrderCode:
 
     def q_tile(self, place: str) -> str:
         """The tile of queries at a place of that order."""
-        last_first = f"p.q_tiles - 1 - {place}"
-        return f"in_order({self.number}, {place})" if self.plan.ordered else last_first
+        return f"in_order({self.number}, {place})" if self.plan.ordered else f"p.q_tiles - 1 - {place}"

@@ -25,15 +25,11 @@ _SPELLING = {
 def visible_keys(mask: Word, given: Mapping[Node, str], **options: Any) -> tuple[str, ...]:
     """The body of a function that returns the word of the keys from k on.  Conditions of keys alone are words, which
     are `given`, as is what queries alone select."""
-    roots = dict.fromkeys(_scalar(leaf) for leaf in _leaves(mask) if leaf.of is not Of.KEY)
+    roots = dict.fromkeys(_scalar(leaf) for leaf in mask.leaves if leaf.of is not Of.KEY)
     printer = GivenPrinter(given, **options)
     body = Printer.body(printer, *roots)
     text = str(_text(mask, {**body.known, **{n: Text(given[n]) for n in mask.having(Of.KEY)}}))
     return (*used_lines(body.declarations, text), f"return {text};")
-
-
-def _leaves(word: Word) -> list[Word]:
-    return [leaf for part in word.words for leaf in _leaves(part)] if word.words else [word]
 
 
 def _scalar(leaf: Word) -> Node:

@@ -179,10 +179,8 @@ def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None, own
     if smooth_k is True:
         k = k.detach() if rope is None else rope.turned(k.detach())
         return k.mean(2, dtype=torch.float64).float().contiguous()
-    shape, cure = (
-        (k.shape[0] if own is None else own.sequences, k.shape[1], k.shape[3]),
-        "the k_mean of an earlier call",
-    )
+    shape = (k.shape[0] if own is None else own.sequences, k.shape[1], k.shape[3])
+    cure = "the k_mean of an earlier call"
     if isinstance(smooth_k, torch.Tensor):
         check_layout("smooth_k", "smooth_k", smooth_k, "quantize", nested=stacked("smooth_k"))
         if not smooth_k.is_floating_point():

@@ -468,13 +468,8 @@ def _by_tiles(
     if plan.summaries:
         workspaces = (*workspaces, *summaries.workspaces(plan, problem), *order.workspaces(plan, problem))
     cleared = (COUNTERS,) if outline.counted and taken > sms else ()  # else each block has but one tile
-    ordered = int(_ordered(plan, problem, sms, taken))
-    return _grids(plan, problem, sms, rows, taken, kv_splits), workspaces, cleared, ordered
-
-
-def _ordered(plan: KernelPlan, problem: Problem, sms: int, taken: int) -> bool:
-    """Whether so many tiles of queries are put in order first."""
-    return order.wanted(plan, taken, -(-problem.kv_len // plan.tile.kv), sms)
+    found = _grids(plan, problem, sms, rows, taken, kv_splits)
+    return found, workspaces, cleared, int(any(grid.entry == order.ENTRY for grid in found))
 
 
 def main_entry(plan: KernelPlan) -> str:
@@ -509,7 +504,7 @@ def _grids(
 ) -> tuple[LaunchGrid, ...]:
     if plan.backward is None:
         found = _forward_grids(plan, problem, sms, rows, taken, kv_splits)
-        if _ordered(plan, problem, sms, taken):
+        if order.wanted(plan, taken, -(-problem.kv_len // plan.tile.kv), sms):
             blocks = order.orders(plan, problem.batch, problem.heads)
             found.insert(0, _grid(plan, order.ENTRY, blocks, order.THREADS))
     else:

@@ -24,11 +24,9 @@ from flashgen.planning.members import (
     LaggingPByBits,
     Mask,
     MaskByElement,
-    MaskByLookups,
     MaskByTile,
     MaskByWarpgroup,
     MaskFromBits,
-    MaskInWords,
     MaskWithinBounds,
     OInPartsOfTurnedV,
     OnesApart,
@@ -296,7 +294,7 @@ def _captures(c: Candidate, request: KernelRequest) -> bool:
     asked, form = request.profile, _mask(c, request)
     if isinstance(form, MaskFromBits):
         return asked.score_reads_by_key or asked.mask_reads_beside_tables
-    given = isinstance(form, MaskByTile | MaskByWarpgroup | MaskByLookups | MaskInWords)
+    given = form.looks_up or isinstance(form, MaskByTile | MaskByWarpgroup)
     return asked.score_reads_by_key if given else asked.reads_by_key
 
 

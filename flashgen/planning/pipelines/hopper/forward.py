@@ -407,10 +407,10 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         wide = c.warpgroups > min(WARPGROUPS) and c.tile.kv > BOX
         amount = ROW_REGISTERS * len(rows) + words + WIDE_ROW_REGISTERS * wide
         parts.append(Part(name="rows", amount=amount, why=f"{words} words of both rows, and where they lie"))
-    given: dict[type, bool] = dict.fromkeys((MaskByTile, MaskByWarpgroup, MaskByLookups, MaskInWords), False)
+    given: dict[type, bool] = dict.fromkeys((MaskByTile, MaskByWarpgroup), False)
     given[MaskFromBits] = asked.mask_reads_beside_tables
     by_score = _score_reads(request)
-    if by_score or given.get(type(form), asked.mask_reads_by_key > 0):
+    if by_score or (not form.looks_up and given.get(type(form), asked.mask_reads_by_key > 0)):
         alone = isinstance(form, MaskAsBits) and c.warpgroups <= min(WARPGROUPS) and not by_score
         keys = min(c.tile.kv // 4, READ_AT_ONCE) if alone else c.tile.kv // 4
         of_pairs = asked.mask_reads_pairs and not isinstance(form, MaskFromBits)
