@@ -13,6 +13,7 @@ from flashgen.analysis.words import in_words
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
 from flashgen.codegen.distances import DistanceCode
+from flashgen.codegen.first_tile import ScoresCode
 from flashgen.codegen.fold import folded
 from flashgen.codegen.operands import PTX_TYPE, OperandCode
 from flashgen.codegen.order import OrderCode
@@ -61,6 +62,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         rows=profile(plan.variant).score_rows if plan.reads_rows else (),
         powers=plan.one_score,
         words=in_words(plan.variant) if plan.masked_in_words else None,
+        by_warpgroup=plan.takes_first_keys,
     )
     template = environment().get_template(f"{plan.pipeline}/{plan.pass_name}.cu.j2")
     ptx_type, seq = PTX_TYPE[plan.out_dtype], SequenceCode(plan.layout)
@@ -71,6 +73,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "seq": seq,
         "keys": KeyCode(plan.keys, plan.tile.kv),
         "order": OrderCode(plan),
+        "scores": ScoresCode(plan.takes_first_keys, plan.packed),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine": split_keys.combining(plan),
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None, whole_rows=plan.whole_rows),

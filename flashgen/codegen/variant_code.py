@@ -197,6 +197,7 @@ class VariantCode:
 
     keep, runs, classes   bodies of `keep`, of `previous_tile`, and of `classify`: whether something is hidden, and
               before it, where a tile inside the runs may be EMPTY, whether something is visible
+    last_key  the body of a function that says behind which key some queries see no other, where warpgroups ask
     divides   `keep` has quotients or remainders, which are quick of what is known not to be negative
     parts     of a tile that is not settled as a whole; None: there are none to judge
     turns     of conditions that are judged one after another; None: a tile is judged at once
@@ -229,6 +230,7 @@ class VariantCode:
     words: tuple[str, ...]
     divides: bool
     runs: Decision | None
+    last_key: Decision | None
     classes: Decision | None
     parts: Parts | None
     turns: Turns | None
@@ -342,6 +344,7 @@ def variant_code(
     rows: tuple[Node, ...] = (),
     powers: bool = False,
     words: Word | None = None,
+    by_warpgroup: bool = False,
 ) -> VariantCode:
     """The code of an analysed variant for tiles that start at multiples of `tile` (or of a part of its queries), whose
     `keep` is given these elements of captured tensors, and whose `classify` has these summaries.
@@ -352,7 +355,7 @@ def variant_code(
     may be off by 2^-11 of the score.  `distances`: a score that takes q - k or k - q as a float is
     given it.  `rows` are the elements of rows of keys that a score is given.  `powers`: scores are wanted as powers
     of two, of products that have been multiplied by log2(e), where that is free.  `words`: the mask is asked for 32
-    keys at a time, and given its conditions of keys alone.
+    keys at a time, and given its conditions of keys alone.  `by_warpgroup`: each asks what its queries see of a tile.
     """
     mask, score = printed_of(facts)
     sink, cap, wide = facts.variant.sink_node, soft_cap(score), facts.int64
@@ -393,6 +396,7 @@ def variant_code(
         words=() if words is None else visible_keys(words, read, wide=facts.int64, exact=True),
         divides=each is not None and per_pair.divides(each),
         runs=Decider(facts).runs() if masked else None,
+        last_key=Decider(facts).last_key() if by_warpgroup else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
         parts=None if cut is None else _parts(cut),
         turns=in_turn,
@@ -510,6 +514,13 @@ class Decider:
         """The runs of keys that the visible terms give a tile of queries, each as the tile of it to visit next."""
         return self._visits(partial(self._run, function="last_tile_of_run", none="-1"), "-1", _ROWS)
 
+    def last_key(self) -> Decision:
+        """The last key of the same runs for some queries, each as it is without the others."""
+        terms = self.facts.visible
+        lines = self._declare(n for t in terms for n in (*t.zone.nodes(), *t.uniform))
+        found = list(dict.fromkeys(str(self._last_key(term)) for term in terms))
+        return _decision(lines, found or ["-1"], partial(_heads, _ROWS))
+
     def later_runs(self) -> Decision:
         """The same runs from the first key to the last."""
         none = "p.kv_tiles"
@@ -545,11 +556,21 @@ class Decider:
         return body.declarations
 
     def _run(self, term: Term, *, function: str, none: str) -> Text:
+        return _next_of_run(function, *self._ends(term), none)
+
+    def _last_key(self, term: Term) -> Text:
+        """The last key of the term's run, where there is one."""
+        _, last, end, conditions = self._ends(term)
+        found = _extreme("min", last or [Text(end)])
+        return filled("{0} ? {1} : -1", joined("&&", conditions, ""), found) if conditions else found
+
+    def _ends(self, term: Term) -> tuple[list[Text], list[Text], str, list[Text]]:
+        """Bounds of the first and of the last key that some queries see by a term, the last key of all, and conditions
+        without which they see none."""
         zone, q = term.zone, self._clipped("rows.q_first", "rows.q_last", term.zone.q_lo, term.zone.q_hi)
         first = [self._bound(n) for n in zone.k_lo] + [self._less(q.first, n) for n in zone.d_hi]
         last = [self._bound(n) for n in zone.k_hi] + [self._less(q.last, n) for n in zone.d_lo]
-        conditions = [*self._uniform(term), *q.meets, *self._bands(zone)]
-        return _next_of_run(function, first, last, "p.kv_len - 1", conditions, none)
+        return first, last, "p.kv_len - 1", [*self._uniform(term), *q.meets, *self._bands(zone)]
 
     def _query_run(self, term: Term) -> Text:
         zone, k = term.zone, self._clipped("keys.k_first", "keys.k_last", term.zone.k_lo, term.zone.k_hi)

@@ -10,6 +10,7 @@ from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     ALL_KEYS,
+    FIRST_TILE_WHOLE,
     IN_TURN,
     LAGGING_P,
     NO_FOLD,
@@ -21,6 +22,7 @@ from flashgen.planning.members import (
     BlockOrder,
     Consumers,
     DqSum,
+    FirstTile,
     Fold,
     FullTilesApart,
     HighestAsFloat,
@@ -226,6 +228,7 @@ class Specialized:
     v: VAsStored | VTurnedOver = V_AS_STORED
     fold: Fold = NO_FOLD
     sender: Sender = SENDS_TO_LOADER
+    first: FirstTile = FIRST_TILE_WHOLE
     runs_anew: bool = False  # who schedules finds the ends of runs of keys for each 32 tiles, else keeps them
 
 
@@ -582,6 +585,11 @@ class KernelPlan(Integers):
     def masked_in_words(self) -> bool:
         """Whether the mask is asked for 32 keys at a time."""
         return isinstance(self.specialized, Specialized) and isinstance(self.specialized.mask, MaskInWords)
+
+    @property
+    def takes_first_keys(self) -> bool:
+        """Whether a warpgroup may multiply by the first keys of a tile alone."""
+        return isinstance(self.specialized, Specialized) and self.specialized.first != FIRST_TILE_WHOLE
 
     @property
     def looks_up(self) -> bool:

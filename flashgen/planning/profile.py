@@ -71,6 +71,13 @@ class Profile:
         return self.masked and self.exact and len(self.facts.visible) == 1 and not self.variant.pair_tensors
 
     @cached_property
+    def ends_at_query(self) -> bool:
+        """Whether all runs of keys have an end, one of them by a query's position, and nothing is read for them."""
+        terms = self.facts.visible if self.masked else ()
+        ended = all(term.zone.d_lo or term.zone.k_hi for term in terms) and any(term.zone.d_lo for term in terms)
+        return ended and not any(n.op == "load" for t in terms for n in walk([*t.zone.nodes(), *t.uniform]))
+
+    @cached_property
     def several_runs_read(self) -> bool:
         """Whether ends of several runs of keys are read from captured tensors."""
         return self.masked and len(self.facts.visible) > 1 and bool(self.variant.pair_tensors)

@@ -58,10 +58,14 @@ from flashgen.planning.members.products import OneLevel as OneLevel
 from flashgen.planning.members.products import TwoLevels as TwoLevels
 from flashgen.planning.members.products import VAsStored as VAsStored
 from flashgen.planning.members.products import VTurnedOver as VTurnedOver
+from flashgen.planning.members.schedule import FIRST_TILE_WHOLE as FIRST_TILE_WHOLE
 from flashgen.planning.members.schedule import PACKED as PACKED
 from flashgen.planning.members.schedule import QUERIES as QUERIES
 from flashgen.planning.members.schedule import SENDS_TO_LOADER as SENDS_TO_LOADER
 from flashgen.planning.members.schedule import DynamicScheduler as DynamicScheduler
+from flashgen.planning.members.schedule import FirstTile as FirstTile
+from flashgen.planning.members.schedule import FirstTileAsSeen as FirstTileAsSeen
+from flashgen.planning.members.schedule import FirstTileWhole as FirstTileWhole
 from flashgen.planning.members.schedule import PackedQueries as PackedQueries
 from flashgen.planning.members.schedule import PartScheduler as PartScheduler
 from flashgen.planning.members.schedule import Queries as Queries

@@ -47,6 +47,38 @@ class PartScheduler:
 Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler
 
 # ---------------------------------------------------------------------------------------------------------------------
+# What a warpgroup does with the first tile of keys that its block visits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTileWhole:
+    """It multiplies by all of it, as by any other."""
+
+    alone: ClassVar[str] = "hopper/forward_first_alone.cu.j2"
+    beside: ClassVar[str] = "hopper/forward_first_beside.cu.j2"
+    keys: ClassVar[int] = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FirstTileAsSeen:
+    """It multiplies by the first `keys` alone where its 64 queries see no others, and passes tiles that they see none
+    of, if there may be any (`passes`): on the diagonal, queries of the first warpgroups see half of a tile, or none.
+
+    What is left out are probabilities of 0: no bit of a result changes.
+    """
+
+    alone: ClassVar[str] = "hopper/forward_first_seen_alone.cu.j2"
+    beside: ClassVar[str] = "hopper/forward_first_seen_beside.cu.j2"
+    keys: int
+    passes: bool
+
+
+FirstTile = FirstTileWhole | FirstTileAsSeen
+
+#: What any mask may have.
+FIRST_TILE_WHOLE = FirstTileWhole()
+
+# ---------------------------------------------------------------------------------------------------------------------
 # Who loads what the scheduler hands out
 
 _SCHEDULER, _LOADER = "hopper/forward_scheduler.cu.j2", "hopper/forward_loader.cu.j2"

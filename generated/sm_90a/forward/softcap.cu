@@ -804,8 +804,8 @@ struct Consumer {
         const Work coming = await_work(next);
         more = coming.q_tile >= 0 && coming.visible;
         if (more) {
-          S s;
           await_full(shared.q_pipe[warpgroup], q_ring);
+          S s;
           issue_products(s);
           await_scores(s);
           begin(s, next);

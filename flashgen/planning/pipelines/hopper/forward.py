@@ -17,9 +17,12 @@ from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout, Padded
 from flashgen.planning.members import (
     ALL_KEYS,
+    FIRST_TILE_WHOLE,
     NO_FOLD,
     PACKED,
     DynamicScheduler,
+    FirstTile,
+    FirstTileAsSeen,
     Fold,
     FoldInMemory,
     FoldInShared,
@@ -528,8 +531,24 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scheduler=scheduler(c, request),
             fold=fold(c, request),
             runs_anew=runs_anew(c, request),
+            first=_first_tile(c, request),
         ),
     )
+
+
+def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
+    """What a warpgroup does with the first tile of keys."""
+    keys = padded(c.tile.kv // 2)
+    alone = c.warpgroups == ALONE or keys == c.tile.kv
+    # Three warpgroups leave few registers, and so do many columns: in tiles of 192 queries at head_dim 64 `longformer`
+    # spilled 28 bytes and `dilated` 128, at head_dim 256 `longformer` 8 and `natten` 196 in place of 120.
+    short = c.warpgroups > min(WARPGROUPS) or padded(request.v_head_dim) > WIDE_FOLD
+    runs, form = len(request.profile.facts.visible), mask_form(c, request)
+    tight = short and (runs > 1 or isinstance(form, MaskWithinBounds) or _cuts(c, request))
+    if alone or tight or request.keys != ALL_KEYS or not request.profile.ends_at_query:
+        return FIRST_TILE_WHOLE
+    # The last tile that a tile of queries sees begins at the same position, where it is as long.
+    return FirstTileAsSeen(keys=keys, passes=c.tile.q > c.tile.kv)
 
 
 def runs_anew(c: Candidate, request: KernelRequest) -> bool:
