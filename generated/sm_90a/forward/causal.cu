@@ -521,9 +521,8 @@ struct Scheduler {
     next_ring.passed++;
   }
 
-  // Of a tile that the mask hides some of: 1, and above it two bits for each warpgroup.  They say whether its queries
-  // see
-  // none of the first keys, and none of the others.
+  // Of a tile that the mask hides some of: 1, and above it two bits for each warpgroup, whether its queries see none of
+  // the first keys, and none of the others.
   DEVICE int masked_for_warpgroups(const Rows& rows, int tile, const Params& p) {
     const int first = tile * TILE_KV, others = first + FIRST_KEYS;
     int masked = 1;
