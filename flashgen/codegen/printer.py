@@ -44,6 +44,9 @@ _QUICK = {"div": "{0} * rcp({1})"}
 
 _EXACT = {"add": "__fadd_rn", "sub": "__fsub_rn", "mul": "__fmul_rn", "div": "__fdiv_rn"}
 
+#: What a little more or less of a float may change by much.
+JUMPS = {"floor", "eq", "ne", "lt", "le", "gt", "ge"}
+
 #: Conditions of a mask, of which all are cheap: a branch for each element would cost more than to evaluate them all.
 _EAGER = {"logical_and": "{0} & {1}", "logical_or": "{0} | {1}"}
 
@@ -124,6 +127,8 @@ class Printer:
     def __init__(self, *, wide: frozenset[Node] = frozenset(), exact: bool = False) -> None:
         self.wide = wide
         self.exact = exact
+        self.taken: tuple[str, ...] = ()  # names that mean something else
+        self._divided: frozenset[Node] = frozenset()
         self._extent = Intervals(anywhere).range
 
     def is_wide(self, n: Node) -> bool:
@@ -138,7 +143,8 @@ class Printer:
         """The roots as statements; a subexpression that several others use, or that is long, is named."""
         known: dict[Node, Text] = {}
         uses = Counter(operand for n in self.printed(roots) for operand in self.below(n))
-        work = _Printing(known, uses, Names(), roots[-1] if roots else None, carried(roots))
+        self._divided = _exactly_divided(roots)
+        work = _Printing(known, uses, Names(self.taken), roots[-1] if roots else None, carried(roots))
         declarations = self._declared(roots, (), work)
         return Body(tuple(declarations), known[roots[-1]] if roots else Text(""), known)
 
@@ -218,6 +224,8 @@ class Printer:
             return call("bounded", known[bound])
         if self.exact and n.dtype.is_float and n.op in _EXACT:
             return Text(f"{_EXACT[n.op]}({operands[0]}, {operands[1]})")
+        if n in self._divided:
+            return Text(f"{_EXACT['div']}({operands[0]}, {operands[1]})")
         spelling = self.spelling(n)
         text = filled(spelling, *self._widened(n, operands, call="(" in spelling))
         narrows = n.dtype is DType.INT32 and not self.is_wide(n) and n.op != "cast"
@@ -295,6 +303,20 @@ class Printer:
         return Text(f"read_{n.attr.name}({', '.join(map(str, indices))}, p)")
 
 
+def _exactly_divided(roots: Iterable[Node]) -> frozenset[Node]:
+    """Float quotients on which something jumps: a whole number, an integer, a condition.
+
+    41 times the reciprocal of 41, rounded, is less than 1: its floor would be 0.
+    """
+    jumps = (
+        o
+        for n in walk(roots)
+        for o in n.operands
+        if o.dtype.is_float and (n.op in JUMPS or (n.op == "cast" and not n.dtype.is_float))
+    )
+    return frozenset(n for n in walk(jumps) if n.op == "div" and n.dtype.is_float)
+
+
 class SmallTanhPrinter(Printer):
     """Prints a score where the argument of its tanh is known to be small."""
 
@@ -308,6 +330,7 @@ class GivenPrinter(Printer):
     def __init__(self, given: Mapping[Node, str], **options: Any) -> None:
         super().__init__(**options)
         self.given = given
+        self.taken = tuple(given.values())
 
     def body(self, *roots: Node) -> Body:
         body = super().body(*roots)
@@ -592,9 +615,9 @@ def used_lines(lines: Iterable[str], text: str) -> tuple[str, ...]:
 class Names:
     """Names for locals that hide nothing the text uses."""
 
-    def __init__(self) -> None:
+    def __init__(self, taken: Iterable[str] = ()) -> None:
         self._taken = {*"bhqksp", "rows", "tile", "kv_tile", "k_first", "k_last", "visible", "hidden", "found"}
-        self._taken |= {*DISTANCES.values()}
+        self._taken |= {*DISTANCES.values(), *taken}
 
     def new(self, n: Node) -> str:
         """A name that says what the node is, where that is short."""

@@ -246,7 +246,13 @@ constexpr float LOG2E = 1.44269504088896340736f;
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
+
+// Near 0, where the difference would lose digits, by the first terms of the series: c * tanh(s / c) is near s for any
+// c.
+DEVICE float tanh_f32(float x) {
+  const float far = 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x));
+  return fabsf(x) < 0x1p-6f ? fmaf(x * x, x * (-1.f / 3), x) : far;
+}
 
 // A bound on positions, clamped so that sums and differences of it with positions fit an int.
 template <typename T> DEVICE int bounded(T x) { return int(min(max(x, T(-(1 << 28))), T(1 << 28))); }

@@ -239,7 +239,13 @@ constexpr float LOG2E = 1.44269504088896340736f;
 DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
+
+// Near 0, where the difference would lose digits, by the first terms of the series: c * tanh(s / c) is near s for any
+// c.
+DEVICE float tanh_f32(float x) {
+  const float far = 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x));
+  return fabsf(x) < 0x1p-6f ? fmaf(x * x, x * (-1.f / 3), x) : far;
+}
 
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }

@@ -216,7 +216,9 @@ DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
-DEVICE float tanh_f32(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
+
+// The same of what is not near 0.
+DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
 // tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.
 constexpr float SMALL_TANH = 1.f;
@@ -691,7 +693,7 @@ struct Consumer {
       } else {
 #pragma unroll
         for (int i = first; i < first + TOGETHER; i++)
-          s[i] = if_small(s[i], small_tanh(s[i]), tanh_f32(s[i]));
+          s[i] = if_small(s[i], small_tanh(s[i]), tanh_far(s[i]));
       }
     }
   }
