@@ -9,7 +9,7 @@ fabsf, floorf) and these helpers, which emitted code gets from templates/device/
     i64                                 long long
     floor_div(a, b)  floor_mod(a, b)    int and i64; floor semantics for either sign
     ex2(x)  lg2(x)                      ex2.approx and lg2.approx
-    tanh_f32(x)  sigmoid_f32(x)         from ex2; within 2^-18 of the true value and inside [-1, 1], [0, 1]; tanh near 0 too
+    tanh_f32(x)  sigmoid_f32(x)         from ex2; within 2^-18 of the true value, in [-1, 1], [0, 1]; tanh of itself
     sqrt_f32(x)  rsqrt_f32(x)           relative error below 2^-20
     erf_f32(x)                          within 2^-20 of the true value
     log1p_f32(x)                        relative error below 2^-19
