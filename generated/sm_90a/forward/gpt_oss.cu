@@ -19,6 +19,10 @@ typedef long long i64;
 typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Tells the compiler that the ends of a range are new.
+DEVICE void renew_range(int& first, int& last) { asm volatile("" : "+r"(first), "+r"(last)); }
+
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -549,7 +553,8 @@ struct Scheduler {
 
   // Of a tile that the mask hides some of: 1, and above it two bits for each warpgroup, whether its queries see none of
   // the first keys, and none of the others.
-  DEVICE int masked_for_warpgroups(const Rows& rows, int tile, const Params& p) {
+  DEVICE int masked_for_warpgroups(Rows rows, int tile, const Params& p) {
+    renew_range(rows.q_first, rows.q_last);  // no register keeps what follows from them
     const int first = tile * TILE_KV, others = first + FIRST_KEYS;
     int masked = 1;
 #pragma unroll

@@ -531,12 +531,12 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scheduler=scheduler(c, request),
             fold=fold(c, request),
             runs_anew=runs_anew(c, request),
-            first=_first_tile(c, request),
+            first=first_tile(c, request),
         ),
     )
 
 
-def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
+def first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
     """What a warpgroup does with the first tile of keys."""
     keys = padded(c.tile.kv // 2)
     alone = c.warpgroups == ALONE or keys == c.tile.kv
