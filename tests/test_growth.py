@@ -11,6 +11,7 @@ from nested_masks import MASKS, SCORES
 
 import flashgen as fg
 from flashgen.analysis import derivative, facts
+from flashgen.analysis import words as analysis_words
 from flashgen.analysis.derivative import SCORE, derive
 from flashgen.analysis.facts import MAX_ATOMS, analyse
 from flashgen.analysis.formula import formula
@@ -21,7 +22,7 @@ from flashgen.codegen.printer import Formula
 from flashgen.codegen.variant_code import MAX_FORMULA
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import walk
-from flashgen.planning import planner
+from flashgen.planning import backward, planner
 from flashgen.runtime import nvrtc
 
 DEPTHS = (4, 10, 20, 40)
@@ -202,3 +203,46 @@ def test_a_chain_of_20000_operations_is_shown_pickled_and_copied():
     token = variant.token
     del variant, root  # and load it into a process that does not have it any more
     assert pickle.loads(data).token == token
+
+
+def words(of_key):
+    """A mask in words, of which each level is a part of the next two times; `of_key(i, k)` is a condition of a key."""
+
+    def at(depth):
+        def mask(b, h, q, k):
+            x = k <= q
+            for i in range(depth):
+                x = (x & (k + i > FAR[q])) | (x & of_key(i, k))
+            return x
+
+        return fg.variant(mask)
+
+    return at
+
+
+FAR = fg.tensor("far", dims=("q",), dtype="int32", min=0, max=1000)
+IDS = fg.tensor("ids", dims=("kv",), dtype="int32")
+
+
+@pytest.mark.parametrize("of_key, said", [(lambda i, k: IDS[k] == i % 3, True), (lambda i, k: IDS[k] == i, False)])
+def test_masks_in_words(of_key, said, monkeypatch):
+    for depth in DEPTHS[1:]:
+        variant = words(of_key)(depth)
+        with monkeypatch.context() as patch:
+            counter = Counter(50 + 20 * depth)
+            patch.setattr(analysis_words, "Word", counter.of(analysis_words.Word))
+            found = analysis_words.in_words.__wrapped__(variant)
+        assert (found is not None) == said
+        if found is not None:
+            assert len(found.leaves) <= 50 + 4 * depth and len(found.having(analysis_words.Of.KEY)) == 3
+            plan = planner.menu(variant, "sm_90a", "bfloat16", 128).plans[0]
+            assert plan.masked_in_words and len(emit(plan)) < 150_000
+
+
+def test_elements_that_queries_or_keys_select(monkeypatch):
+    for depth in DEPTHS:
+        variant = fg.variant(MASKS["rounds"](depth))
+        with monkeypatch.context() as patch:
+            counter = Counter(50 + 10 * depth)
+            patch.setattr(backward, "reversed", counter.of(reversed), raising=False)
+            assert backward.lookups(variant) == ()

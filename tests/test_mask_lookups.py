@@ -42,12 +42,22 @@ BY_ELEMENT = {
     ),
 }
 
+
+def twice(x, y, z):
+    """A condition of which x is a part two times."""
+    return (x & y) | (~x & z)
+
+
 #: Masks that are asked for 32 keys at a time.
 IN_WORDS = {
     "flags": ((flags,), lambda flag: lambda b, h, q, k: (abs(q - k) <= 20) | flag[b, q] | flag[b, k]),
     "keys alone": ((flags, ids), lambda flag, doc: lambda b, h, q, k: flag[b, k] | (doc[b, k] == 2)),
     "padding, causal": ((flags,), lambda flag: lambda b, h, q, k: ~flag[b, k] & (k <= q + 9)),
     "outside of a window": ((flags,), lambda flag: lambda b, h, q, k: (abs(k - q) > 33) & (flag[b, k] | (q != k - 50))),
+    "flags in several words": (
+        (flags, ids),
+        lambda flag, doc: lambda b, h, q, k: twice(twice(k <= q, flag[b, k], doc[b, q] == 2), q - k < 40, flag[b, q]),
+    ),
     "differing flags": (
         (flags, ids),
         lambda flag, doc: lambda b, h, q, k: flag[b, q] ^ (doc[b, k] < 5) & (3 * q < 200),
@@ -57,7 +67,9 @@ IN_WORDS = {
 MASKS = BY_ELEMENT | IN_WORDS
 
 
-@pytest.mark.sampled("keys alone-150-130", "documents-129-200", "outside of a window-150-130")
+@pytest.mark.sampled(
+    "keys alone-150-130", "flags in several words-150-130", "documents-129-200", "outside of a window-150-130"
+)
 @pytest.mark.slow
 @pytest.mark.parametrize("name, q_len, kv_len", [(name, 150, 130) for name in MASKS] + [("documents", 129, 200)])
 def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len):
@@ -124,6 +136,14 @@ def test_no_element_of_a_mask_in_words_is_passed_on():
         )
         assert "return ((ones_from(q - 128 - k) & ones_below(q + 129 - k)) | ones_if(at.flag_q)) | at.flag_k;" in text
         assert nvrtc.compile(text, plan.arch).resources.spills == 0
+
+
+def test_a_word_that_others_are_made_of_is_written_once():
+    flag = torch.zeros(64, dtype=torch.bool)
+    text = emit(chosen(lambda b, h, q, k: twice(twice(k <= q, flag[k], q < 9), q - k < 40, flag[q])))
+    body = text.partition("DEVICE u32 visible_keys(")[2].partition("\n}")[0]
+    assert "const u32 seen1 = (ones_below(q + 1 - k) & at.flag_k) | (~ones_below(q + 1 - k) & ones_if(q < 9));" in body
+    assert "return (seen1 & ones_from(q - 39 - k)) | (~seen1 & ones_if(at.flag_q));" in body
 
 
 def wanted_of(mask, b, start, x, y, z):

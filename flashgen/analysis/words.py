@@ -41,22 +41,41 @@ class Of(Enum):
     BELOW = "below"  # ones up to a key, without it
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Word:
-    """A word of words, or of a node: a condition, or a key."""
+    """A word of words, or of a node: a condition, or a key.  One that several others are made of is one object, which
+    is compared as such: to compare what words are made of would visit it once for each way that leads to it."""
 
     of: Of
     words: tuple[Word, ...] = ()
     node: Node | None = None
 
     @property
+    def parts(self) -> tuple[Word, ...]:
+        """Itself and the words that it is made of, each once, those of a word before it."""
+        done: dict[Word, None] = {}
+        left = [(self, False)]
+        while left:
+            word, expanded = left.pop()
+            if expanded:
+                done[word] = None
+            elif word not in done:
+                left.append((word, True))
+                left.extend((part, False) for part in reversed(word.words))
+        return tuple(done)
+
+    @property
     def leaves(self) -> tuple[Word, ...]:
-        """The words of nodes that it is made of, in their order."""
-        return tuple(leaf for word in self.words for leaf in word.leaves) if self.words else (self,)
+        """The words of nodes that it is made of, each once, in their order."""
+        return tuple(word for word in self.parts if not word.words)
 
     def having(self, of: Of) -> tuple[Node, ...]:
         """The nodes of its leaves of this kind, each once."""
         return tuple(dict.fromkeys(leaf.node for leaf in self.leaves if leaf.of is of and leaf.node is not None))
+
+
+#: Operations on conditions, and the words that are made of those of their operands.
+_JOINED = {"logical_and": Of.BOTH, "logical_or": Of.EITHER, "logical_xor": Of.ONE, "logical_not": Of.NOT}
 
 
 class _Unspeakable(Exception):
@@ -74,9 +93,8 @@ def in_words(variant: Variant) -> Word | None:
         found = _Reader(facts.int64).word(variant.mask)
     except _Unspeakable:
         return None
-    by_key = found.having(Of.KEY)
-    reads = any(n.op == "load" for n in walk(by_key))
-    return found if reads and len(by_key) <= _MOST_BY_KEY else None
+    reads = any(n.op == "load" for n in walk(found.having(Of.KEY)))
+    return found if reads else None
 
 
 class _Reader:
@@ -84,22 +102,36 @@ class _Reader:
 
     def __init__(self, wide: frozenset[Node]) -> None:
         self.wide, self.algebra = wide, Algebra()
+        self.bounds: dict[Node, Word | None] = {}
+        self.by_key = 0
 
-    def word(self, n: Node) -> Word:
-        """That of a condition."""
+    def word(self, root: Node) -> Word:
+        """That of a condition; each part of it is read once, however many others use it."""
+        words: dict[Node, Word] = {}
+        for n in walk([root], into=self._of_words):
+            if self._of_words(n):
+                words[n] = Word(_JOINED[n.op], tuple(words[o] for o in n.operands))
+            else:
+                words[n] = self._leaf(n)
+        return words[root]
+
+    def _of_words(self, n: Node) -> bool:
+        """Whether the word of a condition is made of those of its operands."""
+        if n.op not in _JOINED or not depends_on(n, "k"):
+            return False
+        whole = n.op != "logical_not" and self._of_key(n)
+        return not whole or any(map(self._bounds, n.operands))
+
+    def _leaf(self, n: Node) -> Word:
+        """That of a condition which is taken as it is; of keys alone there are no more than registers have room for."""
         if not depends_on(n, "k"):
             return Word(Of.QUERY, node=n)
-        if n.op in (of := {"logical_and": Of.BOTH, "logical_or": Of.EITHER, "logical_xor": Of.ONE}):
-            if self._of_key(n) and not any(map(self._bounds, n.operands)):
-                return Word(Of.KEY, node=n)
-            return Word(of[n.op], tuple(map(self.word, n.operands)))
-        if n.op == "logical_not":
-            return Word(Of.NOT, (self.word(*n.operands),))
         if (bound := self._bounds(n)) is not None:
             return bound
-        if self._of_key(n):
-            return Word(Of.KEY, node=n)
-        raise _Unspeakable
+        self.by_key += 1
+        if not self._of_key(n) or self.by_key > _MOST_BY_KEY:
+            raise _Unspeakable
+        return Word(Of.KEY, node=n)
 
     @staticmethod
     def _of_key(n: Node) -> bool:
@@ -107,7 +139,12 @@ class _Reader:
         return positions_of(n) <= {"b", "k"} and not loop_indices(n)
 
     def _bounds(self, n: Node) -> Word | None:
-        """A comparison that bounds the key, by what no key changes."""
+        """A comparison that bounds the key, by what no key changes; found once, as those above it ask too."""
+        if n not in self.bounds:
+            self.bounds[n] = self._compared(n)
+        return self.bounds[n]
+
+    def _compared(self, n: Node) -> Word | None:
         if n.op not in _TURNED or not n.operands[0].dtype.is_int:
             return None
         if any(o in self.wide or o.dtype.itemsize > 4 for o in n.operands):

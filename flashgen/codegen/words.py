@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,8 +29,8 @@ def visible_keys(mask: Word, given: Mapping[Node, str], **options: Any) -> tuple
     roots = dict.fromkeys(_scalar(leaf) for leaf in mask.leaves if leaf.of is not Of.KEY)
     printer = GivenPrinter(given, **options)
     body = Printer.body(printer, *roots)
-    text = str(_text(mask, {**body.known, **{n: Text(given[n]) for n in mask.having(Of.KEY)}}))
-    return (*used_lines(body.declarations, text), f"return {text};")
+    lines = _lines(mask, {**body.known, **{n: Text(given[n]) for n in mask.having(Of.KEY)}})
+    return (*used_lines(body.declarations, "\n".join(lines)), *lines)
 
 
 def _scalar(leaf: Word) -> Node:
@@ -38,8 +39,19 @@ def _scalar(leaf: Word) -> Node:
     return apply("sub", leaf.node, K) if leaf.of in (Of.FROM, Of.BELOW) else leaf.node
 
 
-def _text(word: Word, known: Mapping[Node, Text]) -> Text:
-    if word.of is Of.KEY:
-        return known[_scalar(word)]
-    parts = [_text(part, known) for part in word.words] or [known[_scalar(word)]]
-    return filled(_SPELLING[word.of], *parts)
+def _lines(mask: Word, known: Mapping[Node, Text]) -> tuple[str, ...]:
+    """The statements that return the word of a mask; a word of words that several others are made of has a name, so
+    that none is written twice."""
+    uses = Counter(part for word in mask.parts for part in word.words)
+    texts, lines = dict[Word, Text](), list[str]()
+    for word in mask.parts:
+        if word.of is Of.KEY:
+            texts[word] = known[_scalar(word)]
+            continue
+        text = filled(_SPELLING[word.of], *([texts[part] for part in word.words] or [known[_scalar(word)]]))
+        if word.words and uses[word] > 1:
+            name = f"seen{len(lines) + 1}"
+            lines.append(f"const u32 {name} = {text};")
+            text = Text(name)
+        texts[word] = text
+    return (*lines, f"return {texts[mask]};")

@@ -73,9 +73,13 @@ def lookups(variant: Variant) -> tuple[Node, ...]:
     """The elements of captured tensors that the mask reads by the query alone, or by the key and no query head; none
     of a mask that hides nothing, which no kernel evaluates."""
     found: dict[Node, None] = {}
+    seen: set[Node] = set()  # what several others use is looked at once
     left = [variant.mask] if variant.mask is not None and analyse(variant).hidden else []
     while left:
         n = left.pop()
+        if n in seen:
+            continue
+        seen.add(n)
         element = n.op == "load" and not loop_indices(n)  # and not one for each round of a loop
         selected: Set[str] = positions_of(n) if element else frozenset()
         if len(selected & {"q", "k"}) == 1 and not {"h", "k"} <= selected:
