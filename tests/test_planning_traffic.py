@@ -182,6 +182,27 @@ def test_times_are_those_of_the_reference_card():
     assert times.bound == "tensor"
 
 
+def test_hbm_has_no_time_for_keys_that_a_mask_hides():
+    """One query at the end of a long cache, which sees a short window of it."""
+    short = fg.variant(lambda b, h, q, k: k > fg.kv_len - 300, name="short")
+    problem = Problem(batch=1, heads=8, kv_heads=8, q_len=1, kv_len=65_536, head_dim=128, v_head_dim=128)
+    plan = make_plan(short, problem, "sm_80", tile=(64, 64)).plans[0]
+    found = traffic.predict(plan, problem, make_case(short, problem))
+    visited = 5 * 64  # keys of tiles, one of which the window cuts
+    assert found.times.dram == pytest.approx(8 * ((2 * visited + 2) * 256 + 4) / 2.039e12 * 1e3)
+    assert found.compulsory.total > 200 * found.hbm.total and found.lower_bound_bytes == found.hbm.total
+
+
+def test_nor_has_a_backward():
+    problem = Problem(batch=1, heads=1, kv_heads=1, q_len=64, kv_len=65_536, head_dim=64, v_head_dim=64)
+    near = fg.variant(lambda b, h, q, k: k <= q, name="near")
+    plan = make_plan(near, problem, "sm_80", backward=True).plans[0]
+    found = traffic.predict(plan, problem, make_case(near, problem))
+    least = found.compulsory.write_bytes + min(found.compulsory.read_bytes, found.hbm.read_bytes)
+    assert found.hbm.read_bytes < found.compulsory.read_bytes
+    assert found.times.dram == pytest.approx(least / 2.039e12 * 1e3)
+
+
 def test_flash_attention_moves_far_less_than_standard_attention():
     problem = Problem(batch=1, heads=16, kv_heads=16, q_len=8192, kv_len=8192, head_dim=64, v_head_dim=64)
     case = make_case(MASKS["full"], problem)

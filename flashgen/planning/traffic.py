@@ -98,7 +98,7 @@ def predict(
         plan=plan,
         problem=problem,
         case=case,
-        lower_bound_bytes=lower_bound(problem, arch, tiles.visible, costs["hbm"], costs["compulsory"]),
+        lower_bound_bytes=lower_bound(problem, arch, tiles.visible, once(costs["hbm"], costs["compulsory"])),
         rejected=tuple(rejected),
         measured=measured,
         others=tuple(others),
@@ -202,7 +202,7 @@ def _costs_of(
         "flops": per_pair * tiles.visited_elements,
         "flops_useful": None if tiles.visible is None else per_pair * tiles.visible,
         "tiles": tiles,
-        "times": _times(plan, padded, scores * (1 + special), at_l2, compulsory.total),
+        "times": _times(plan, padded, scores * (1 + special), at_l2, once(moved, compulsory)),
         "pace": _pace(plan, scores),
         "kernels": tuple(kernels.items()) if len(kernels) > 1 else (),
     }
@@ -294,7 +294,7 @@ def _backward_costs(plan: KernelPlan, problem: Problem, case: Case, dlse: bool) 
             traffic_backward.flops(padded, scores, None if queries is None else again),
             (scores + again) * special,
             moved.total,
-            compulsory.total,
+            once(moved, compulsory),
         ),
         "pace": _pace(plan, scores),
         "kernels": tuple((entry, _bytes(*pair)) for entry, pair in by_entry.items()),
@@ -308,20 +308,24 @@ def _bytes(read: int, written: int) -> Bytes:
     return Bytes(read_bytes=read, write_bytes=written)
 
 
-def lower_bound(problem: Problem, arch: Arch, visible: int | None, moved: Bytes, compulsory: Bytes) -> int | None:
-    """Bytes that exact attention needs at least: the larger of touching everything once and the IO bound.
+def once(moved: Bytes, compulsory: Bytes) -> int:
+    """Bytes that a plan touches, each once, which HBM moves at least: `compulsory`, with what the plan reads in place
+    of all inputs where the mask hides so many keys that this is less."""
+    return compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
 
-    Touching once is `compulsory`, or what the plan reads where the mask hides so many keys that this is less.  The IO
-    bound is FlashAttention's Theta(N^2 d^2 / M) elements for a fast memory of M elements (Dao et al. 2022, Proposition
-    3; tight for M >= d^2, Saha and Ye 2024), taken as pairs (D + Dv)^2 / M: visible pairs, and K and V streaming past a
-    tile whose rows of Q and O fill the shared memory and registers of one SM.  None where the visible pairs
-    were not counted.
+
+def lower_bound(problem: Problem, arch: Arch, visible: int | None, touched: int) -> int | None:
+    """Bytes that exact attention needs at least: the larger of touching everything `once` and the IO bound.
+
+    The IO bound is FlashAttention's Theta(N^2 d^2 / M) elements for a fast memory of M elements (Dao et al. 2022,
+    Proposition 3; tight for M >= d^2, Saha and Ye 2024), taken as pairs (D + Dv)^2 / M: visible pairs, and K and V
+    streaming past a tile whose rows of Q and O fill the shared memory and registers of one SM.  None where the visible
+    pairs were not counted.
     """
     if visible is None:
         return None
-    once = compulsory.write_bytes + min(compulsory.read_bytes, moved.read_bytes)
     squares = visible * (problem.head_dim + problem.v_head_dim) ** 2 * problem.kv_itemsize**2
-    return max(once, squares // arch.on_chip_bytes)
+    return max(touched, squares // arch.on_chip_bytes)
 
 
 def _stored(tensors: Iterable[Tensor], case: Case) -> int:
@@ -354,15 +358,15 @@ def _standard(problem: Problem, captured: int) -> Bytes:
     return Bytes(read_bytes=_inputs(problem) + captured + 2 * scores, write_bytes=2 * scores + o)
 
 
-def _times(plan: KernelPlan, flops: int, special: int, moved: int, compulsory: int) -> Times:
-    """FLOPs and special results of whole tiles at padded head dims for the units that work on them, bytes for the
-    memories."""
+def _times(plan: KernelPlan, flops: int, special: int, moved: int, touched: int) -> Times:
+    """FLOPs and special results of whole tiles at padded head dims for the units that work on them; bytes that are
+    `moved` for L2, and `touched` once for HBM."""
     arch = ARCHS[plan.arch]
     return Times(
         tensor=1e3 * flops / arch.tensor_flops[plan.pipeline],
         exponential=1e3 * special / arch.special_per_s,
         l2=1e3 * moved / arch.l2_bytes_per_s,
-        dram=1e3 * compulsory / arch.hbm_bytes_per_s,
+        dram=1e3 * touched / arch.hbm_bytes_per_s,
     )
 
 
