@@ -8,6 +8,7 @@ import pytest
 from cli import flashgen
 
 import flashgen as fg
+from flashgen.cli import build
 from flashgen.lang.load import load_spec
 from flashgen.planning.planner import menu
 from flashgen.runtime import kernel
@@ -92,6 +93,32 @@ def test_build_makes_both_passes():
     assert {" ".join(line.split()[:5]) for line in out.splitlines() if "causal" in line} == {
         f"causal sm_80 float16 64 {name}" for name in ("forward", "backward")
     }
+
+
+@pytest.mark.parametrize("layout", ["padded", "varlen"])
+def test_both_passes_that_build_makes_are_of_the_layout(monkeypatch, layout):
+    assert {(plan.pass_name, plan.layout.name) for plan in planned(monkeypatch, "--backward", "--layout", layout)} == {
+        ("forward", layout),
+        ("backward", layout),
+    }
+
+
+def test_build_takes_a_dtype_of_keys_and_values(monkeypatch):
+    of_both = planned(monkeypatch, "--kv-dtype", "float8_e4m3fn")
+    assert {(plan.dtype, plan.float8.k, plan.float8.v) for plan in of_both} == {
+        ("float16", "float8_e4m3fn", "float8_e4m3fn")
+    }
+    apart = planned(monkeypatch, "--kv-dtype", "float8_e4m3fn", "--v-dtype", "float8_e5m2")
+    assert {(plan.float8.k, plan.float8.v) for plan in apart} == {("float8_e4m3fn", "float8_e5m2")}
+
+
+def planned(monkeypatch, *options):
+    """The plans that a build compiles, none of which is compiled."""
+    found = []
+    monkeypatch.setattr(build, "compiled", lambda plans, jobs: found.extend(plans) or [])
+    flashgen("build", "causal", "--archs", "sm_90a", "--head-dims", 64, "--dtypes", "float16", *options)
+    assert found
+    return found
 
 
 @pytest.mark.slow

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 from cli import flashgen
 
+from flashgen.cli.advice import in_options
+
 
 def refusal(*arguments):
     return flashgen(*arguments, code=2).err
@@ -52,6 +54,11 @@ def refusal(*arguments):
         ),
         (["build", "sliding_window", "--param", "window=5"], ["'window' is a parameter", "one kernel serves every"]),
         (["build", "causal", "--jobs", "0"], ["--jobs", "greater than or equal to 1"]),
+        (["plan", "causal", "--arch", "hopper"], ["'hopper' is not an architecture", "nearest: sm_90a"]),
+        (["plan", "causal", "--layout", "Paged"], ["got 'Paged'", "nearest: --layout paged\n"]),
+        (["plan", "causal", "--layout", "ragged"], ["got 'ragged'", "nearest: --layout varlen\n"]),
+        (["plan", "causal", "--layout", "lines"], ["got 'lines'", "nearest: --layout dense\n"]),
+        (["show", "causal", "--output", "/tmp/mask.gif"], ["writes .png and .svg", "nearest: /tmp/mask.png\n"]),
         (["plan", "causal", "--wrong"], ["No such option: --wrong"]),
         (["run", "causal", "--device", "tpu"], ["--device 'tpu' is neither cpu nor cuda"]),
         (["run", "specs", "--sweep", "--seqlen", "5"], ["--sweep chooses --seqlen itself"]),
@@ -167,6 +174,23 @@ def test_a_npy_file_that_is_cut_short(tmp_path):
     assert f"--tensor: the .npy file {file} cannot be read" in refusal("plan", "document", "--tensor", f"doc={file}")
 
 
+def header(text):
+    """A .npy file with this header and no data."""
+    line = text.encode().ljust(117) + b"\n"
+    return b"\x93NUMPY\x01\x00" + len(line).to_bytes(2, "little") + line
+
+
+@pytest.mark.parametrize(
+    "shape", ["(1000000000000000,)", f"({1 << 80},)", "(3,", "(" * 60, "-" * 3000 + "1"], ids=lambda shape: shape[:9]
+)
+def test_a_npy_file_whose_header_is_damaged(tmp_path, shape):
+    """NumPy has no room, an OverflowError, a TokenError, a SyntaxError and a RecursionError for these."""
+    file = tmp_path / "doc.npy"
+    file.write_bytes(header(f"{{'descr': '<i4', 'fortran_order': False, 'shape': {shape}, }}"))
+    err = refusal("plan", "document", "--tensor", f"doc={file}")
+    assert f"--tensor: the .npy file {file} cannot be read: " in err and "nearest: write it again" in err
+
+
 def test_a_missing_npy_file_names_those_beside_it(tmp_path):
     np.save(tmp_path / "docs.npy", np.zeros(1))
     assert "beside it: docs.npy" in refusal("plan", "document", "--tensor", f"doc={tmp_path / 'doc.npy'}")
@@ -232,3 +256,38 @@ def test_a_process_exits_with_2_and_prints_no_traceback():
     done = subprocess.run([sys.executable, "-m", "flashgen", "plan", "nope"], capture_output=True, text=True)
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.startswith("SpecError: there is no spec file nope")
+
+
+@pytest.mark.parametrize(
+    "arguments, nearest",
+    [
+        (["plan", "causal", "--kv-splits", 9999], "--kv-splits 512, or none: flashgen chooses"),
+        (["plan", "causal", "--accuracy", "fast"], "leave out --accuracy"),
+        (["plan", "causal", "--kv-dtype", "float8_e4m3fn", "--accuracy", "fast"], "--accuracy exact"),
+        (["plan", "causal", "--q-stages", 2, "--arch", "sm_80"], "leave out --q-stages"),
+        (["plan", "causal", "--q-stages", 9, "--arch", "sm_90a"], "--q-stages 2"),
+        (["plan", "causal", "--backward", "--gradient", "x"], "leave out --gradient"),
+        (["plan", "relative_bias", "--backward", "--gradient", "x"], "--gradient table"),
+        (["plan", "causal", "--invariant", "--kv-splits", 4], "--invariant alone"),
+        (["plan", "causal", "--dtype", "float8_e4m3fn", "--dropout"], "leave out --dropout"),
+        (["run", "causal", "--device", "cpu", "--dropout", 1.5], "--dropout 0.99"),
+    ],
+    ids=lambda value: None if isinstance(value, list) else value,
+)
+def test_advice_names_options_of_the_command_line(arguments, nearest):
+    assert f"\n  nearest: {nearest}\n" in refusal(*arguments)
+
+
+@pytest.mark.parametrize(
+    "line, said",
+    [
+        ("nearest: kv_splits=1, or dropout=False", "nearest: leave out --split-keys, or leave out --dropout"),
+        ("nearest: gradients=('a', 'b'), or head_dim 128", "nearest: --gradient a --gradient b, or head_dim 128"),
+        ("nearest: flashgen.plan(spec, packed=False)", None),
+        ("nearest: --param tile=4 alone", None),
+        ("nearest: fg.param('x', min=2), or window=3", None),
+        ("kv_splits=4 beside invariant=True", None),
+    ],
+)
+def test_only_arguments_in_advice_become_options(line, said):
+    assert in_options(f"what was asked\n  {line}", ["--split-keys"]) == f"what was asked\n  {said or line}"

@@ -124,6 +124,23 @@ def test_a_backward_is_planned_beside_its_forward():
     assert "backward" not in plan("causal", "--seqlen", 1024, "--arch", "sm_90a")
 
 
+def test_the_forward_beside_a_backward_is_the_one_that_runs(tmp_path):
+    """Of few queries the window decides among how many blocks keys are split."""
+    spec = tmp_path / "late.py"
+    spec.write_text(
+        "import flashgen as fg\n"
+        "window = fg.param('window', default=1 << 20)\n"
+        "@fg.variant\n"
+        "def late(b, h, q, k):\n"
+        "    at = q + fg.kv_len - fg.q_len\n"
+        "    return (k <= at) & (at - k < window)\n"
+    )
+    asked = [spec, *flags(seqlen=1, kv_seqlen=65_536, heads=32, kv_heads=8, arch="sm_90a", param="window=300")]
+    alone, beside = plan(*asked), plan(*asked, "--backward")
+    assert beside.pop("backward")["pass"] == "backward" and alone == beside
+    assert alone["kv_splits"] < plan(*asked[:-2])["kv_splits"]
+
+
 def test_the_table_says_which_pass_runs_where():
     out = flashgen("plan", "causal", "--seqlen", 1024, "--arch", "sm_90a", "--backward").out
     assert "passes" in out and "attention_backward_prepare" in out and "workspaces" in out
@@ -201,3 +218,20 @@ def test_what_was_too_large_to_take_apart_is_said(tmp_path):
     spec.write_text(ROUNDS.format(rounds=1))
     assert plan(*asked)["judged_whole"] == []
     assert "too large to take apart" not in flashgen("plan", *asked).out
+
+
+def test_a_batch_is_that_of_the_lengths():
+    padded = ("causal", "--arch", "sm_80", "--layout", "padded", "--q-lengths", "3,4,5")
+    assert plan(*padded)["shape"]["batch"] == plan(*padded, "--batch", 3)["shape"]["batch"] == 3
+    for batch in (1, 2):
+        err = flashgen("plan", *padded, "--batch", batch, code=2).err
+        assert f"batch is {batch} and q_lengths names 3 sequences\n  nearest: batch 3, or none" in err
+
+
+@pytest.mark.parametrize("option", ["--q-lengths", "--kv-lengths", "--q-offset"])
+@pytest.mark.parametrize("text", ["9" * 5000, "\u0663", "1,,2", "-1"])
+def test_what_is_no_length_is_refused(option, text):
+    err = flashgen("plan", "causal", "--arch", "sm_80", "--layout", "padded", f"{option}={text}", code=2).err
+    assert (
+        f"{option}: '" in err and f"is no whole number from 0 on of at most 9 digits\n  nearest: {option} 4096" in err
+    )

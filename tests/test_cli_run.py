@@ -79,12 +79,25 @@ def test_few_elements_drop_others_each_time():
 
 def test_what_is_no_chance_is_refused():
     for chance, nearest in ((1, 0.99), (-0.5, 0.0), ("nan", 0.0)):
-        assert f"nearest: dropout={nearest}" in run("causal", "--seqlen", 64, f"--dropout={chance}", code=2).err
+        assert f"nearest: --dropout {nearest}" in run("causal", "--seqlen", 64, f"--dropout={chance}", code=2).err
 
 
 @pytest.mark.parametrize("name", ["causal", "softcap"])
 def test_gradients_in_float64(name):
     assert "dv, largest" in run(name, "--seqlen", 150, "--head-dim", 64, "--backward", "--dtype", "float64").out
+
+
+def test_the_blocks_that_divide_keys_are_those_of_the_call_with_gradients_too(monkeypatch):
+    right, asked = ops_attention.attention, []
+
+    def noted(*given, **named):
+        asked.append((named.get("kv_splits"), given[0].requires_grad))
+        return right(*given, **named)
+
+    monkeypatch.setattr(ops_attention, "attention", noted)
+    shape = ("--seqlen", 64, "--heads", 1, "--head-dim", 64)
+    assert "checked" in run("causal", *shape, "--backward", "--kv-splits", 3).out
+    assert set(asked) == {(3, False), (3, True)}
 
 
 def test_a_wrong_gradient_exits_with_1_and_says_which(monkeypatch):

@@ -30,7 +30,7 @@ def test_a_kernel_that_drops_is_checked_on_the_pairs_that_it_keeps(monkeypatch):
     others = Dropout(p=0.3, seed=1)
     monkeypatch.setattr(simulate, "simulate", lambda *a, **k: right(*a, **{**k, "dropout": others}))
     assert "check failed: RMS error" in flashgen("simulate", "causal", *dropping, code=1).err
-    assert "nearest: dropout=0.99" in flashgen("simulate", "causal", *SMALL, "--dropout", "1", code=2).err
+    assert "nearest: --dropout 0.99" in flashgen("simulate", "causal", *SMALL, "--dropout", "1", code=2).err
 
 
 @pytest.mark.slow

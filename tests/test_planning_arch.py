@@ -54,6 +54,11 @@ def test_find(asked, found):
     assert arch.find(asked).name == found
 
 
+@pytest.mark.parametrize("asked", ["SM_90A", "sm90", "sm90a", "Sm_90", "90", "90a"])
+def test_an_architecture_has_one_name_however_it_is_written(asked):
+    assert arch.find(asked).name == "sm_90a"
+
+
 @pytest.mark.parametrize(
     ("asked", "lines"),
     [
@@ -62,7 +67,11 @@ def test_find(asked, found):
         ("sm_87", ["sm_87 is not in the table", "nearest: sm_86, whose kernels run on it"]),
         ("sm_121", ["nearest: sm_120, whose kernels run on it"]),
         ("sm_100", ["sm_100 is not in the table of GPUs (sm_80, sm_86, sm_89, sm_90a, sm_120)", "nearest: sm_90a"]),
-        ("hopper", ["'hopper' is not an architecture", "nearest: sm_80"]),
+        ("hopper", ["'hopper' is not an architecture", "nearest: sm_90a"]),
+        ("Ada", ["nearest: sm_89"]),
+        ("H200", ["nearest: sm_90a"]),
+        ("sm-90a", ["nearest: sm_90a"]),
+        ("turing", ["nearest: sm_80"]),
         ("", ["'' is not an architecture"]),
         ("sm_8²", ["'sm_8²' is not an architecture"]),
         ("9" * 5000, ["is not an architecture"]),

@@ -7,6 +7,8 @@ from types import SimpleNamespace
 
 import damaged
 import pytest
+import torch
+from cli import flashgen
 from full_disk import full_disk
 
 import flashgen as fg
@@ -198,3 +200,16 @@ def test_shipped_records_plan(path):
             found = planner.menu(specs[key.mask], arch, "bfloat16", key.head_dim, key.v_head_dim, pipeline=pipeline)
             assert found.record == f"{path.stem}: {key}"
             assert len(found.plans) <= ranking.MAX_PLANS
+
+
+def test_a_damaged_record_ends_tuning_before_anything_is_measured(folder, monkeypatch):
+    """And the advice is one that helps: tuning does not overwrite it."""
+    path = folder / records.file_name(ARCH, PIPELINE, "forward")
+    path.write_text("{")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
+    measured = []
+    monkeypatch.setattr(tune, "tune", lambda *given, **named: measured.append(given))
+    err = flashgen("tune", "causal", "--head-dim", D, "--folder", folder, code=2).err
+    assert not measured and f"the record {path} cannot be used" in err
+    assert "nearest: remove it, or move it away" in err and path.read_text() == "{"

@@ -230,14 +230,21 @@ def _entry(
     }
 
 
+def place(folder: Path, arch: str, pipeline: str) -> Path:
+    """The path of the record of (arch, pipeline); PlanError where the file that is there is no record, as a damaged one
+    is not overwritten."""
+    path = folder / records.file_name(arch, pipeline, "forward")
+    records.load.cache_clear()
+    records.load(path)
+    return path
+
+
 def write(folder: Path, arch: str, pipeline: str, entry: Mapping[str, object]) -> Path:
     """Put an entry into the record of (arch, pipeline), in place of that of its class; the path of the file.
 
     Raises PlanError where the file that is there is no record.
     """
-    path = folder / records.file_name(arch, pipeline, "forward")
-    records.load.cache_clear()
-    records.load(path)  # a damaged one is not overwritten
+    path = place(folder, arch, pipeline)
     old = jsonfile.read(path)["entries"] if path.exists() else []
     together = [other for other in old if other["class"] != entry["class"]] + [entry]
     together.sort(key=lambda other: json.dumps(other["class"]))

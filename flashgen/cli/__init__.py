@@ -54,9 +54,10 @@ def _run() -> None:
     import sys
     import warnings
 
+    from flashgen.cli.advice import in_options
     from flashgen.cli.app import app
     from flashgen.cli.console import complain
-    from flashgen.errors import FlashgenError
+    from flashgen.errors import FlashgenError, SpecError
 
     if getattr(sys.stdout, "errors", None) == "strict" and hasattr(sys.stdout, "reconfigure"):
         sys.stdout.reconfigure(errors="backslashreplace")  # a name may hold what the terminal cannot show
@@ -69,7 +70,8 @@ def _run() -> None:
             if sys.stdout is not None:
                 sys.stdout.flush()  # here, where a failure is said
     except FlashgenError as error:
-        complain(f"{type(error).__name__}: {error}")
+        said = str(error) if isinstance(error, SpecError) else in_options(str(error), sys.argv)  # a spec is Python
+        complain(f"{type(error).__name__}: {said}")
         sys.exit(2)
     except BrokenPipeError:  # as `| head` leaves it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

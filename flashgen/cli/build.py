@@ -43,6 +43,10 @@ def command(
         str | None,
         typer.Option(help="Columns of v, comma-separated, each beside each head dim. [dim]default: the head dim[/]"),
     ] = None,
+    kv_dtype: Annotated[
+        str | None,
+        typer.Option(help="Of k and v, of 8 bits, beside each of --dtypes. [dim]default: that of q[/]"),
+    ] = None,
     archs: Annotated[
         str | None, typer.Option(help="Comma-separated. [dim]default: the GPU's, or the spec's[/]")
     ] = None,
@@ -67,9 +71,10 @@ def command(
     from flashgen.planning.planner import menu_of
     from flashgen.planning.request import KernelRequest
 
-    passes = [{"pipeline": pipeline, "tile": options.tile_shape(tile), "stages": stages, **which.asked()}]
-    if which.backward:
-        passes.insert(0, {"pipeline": pipeline, "dropout": which.dropout})
+    asked_of = which.asked(kv_dtype)
+    passes = [{"pipeline": pipeline, "tile": options.tile_shape(tile), "stages": stages, **asked_of}]
+    if which.backward:  # beside the forward of the same calls, whose tile and stages nobody fixed
+        passes.insert(0, {"pipeline": pipeline, "dropout": which.dropout, "layout": asked_of["layout"]})
     plans = []
     for path in options.spec_files(specs):
         variant = folded(load_spec(path), param or ())

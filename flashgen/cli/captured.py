@@ -122,5 +122,10 @@ def _loaded(file: str) -> np.ndarray:
             raise SpecError(f"--tensor: {file} is no .npy file\n  nearest: numpy.save({path.stem + '.npy'!r}, array)")
     try:
         return np.load(file, allow_pickle=False)
-    except ValueError as error:  # cut short, or an array of objects
-        raise SpecError(f"--tensor: the .npy file {file} cannot be read: {error}") from None
+    except OSError:
+        raise
+    except Exception as error:  # cut short, an array of objects, or a header that NumPy trips over in any way
+        said = (str(error) or type(error).__name__).splitlines()[0]
+        raise SpecError(
+            f"--tensor: the .npy file {file} cannot be read: {said}\n  nearest: write it again with numpy.save"
+        ) from None

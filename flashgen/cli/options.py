@@ -132,7 +132,9 @@ _problem, _kernel, _inputs, _pass = (
 class Request:
     """The shared options as typed; None and empty mean that the caller left the choice to flashgen."""
 
-    batch: Annotated[int, _problem(help="Batch size.")] = 1
+    batch: Annotated[
+        int | None, _problem(help="Batch size. [dim]default: 1, or as many as there are lengths of sequences[/]")
+    ] = None
     heads: Annotated[int, _problem(help="Query heads.")] = 8
     kv_heads: Annotated[
         int | None,
@@ -140,7 +142,7 @@ class Request:
     ] = None
     seqlen: Annotated[
         int | None,
-        _problem(help="Queries. [dim]default: 1024 on a CPU, 8192 on a GPU[/]"),
+        _problem(help="Queries. [dim]default: 1024 on a CPU, 8192 on a GPU; of simulate 200[/]"),
     ] = None
     kv_seqlen: Annotated[int | None, _problem(help="Keys. [dim]default: --seqlen[/]")] = None
     head_dim: Annotated[
@@ -253,8 +255,12 @@ class Pass:
             if given and self.backward:
                 raise PlanError(f"{option} is of the forward\n  nearest: {option} without --backward")
 
-    def asked(self) -> dict[str, object]:
-        """As a request takes it."""
+    def of_keys(self, kv_dtype: str | None) -> dict[str, str | None]:
+        """The dtypes of k and of v, each that of both unless it has its own; None: that of q."""
+        return {"k_dtype": self.k_dtype or kv_dtype, "v_dtype": self.v_dtype or kv_dtype}
+
+    def asked(self, kv_dtype: str | None = None) -> dict[str, object]:
+        """As a request takes it, beside a dtype of k and v."""
         from flashgen.ops.options import option
         from flashgen.planning.members import keys_of
 
@@ -264,7 +270,7 @@ class Pass:
             **{"backward": self.backward, "dropout": self.dropout, "packed": self.packed},
             "layout": option("layout", self.layout),
             "keys": keys,
-            **{"k_dtype": self.k_dtype, "v_dtype": self.v_dtype},
+            **self.of_keys(kv_dtype),
             **{"out_dtype": self.out_dtype, "accuracy": self.accuracy},
             **backward,
             **self.integers,

@@ -108,7 +108,8 @@ def _hint(resolved: Resolved, prediction: Prediction) -> str | None:
 
 def _forward(backward: Resolved, request: Request, which: Pass) -> Resolved:
     """The forward of the problem of a backward: that of a call, whose tile and stages nobody fixed."""
-    free = dataclasses.replace(request, tile=None, stages=None, param=None)
+    values = [f"{name}={value!r}" for name, value in backward.case.params.items()]  # constants are bound already
+    free = dataclasses.replace(request, tile=None, stages=None, param=values)
     forward = resolve(backward.variant, free, Pass(dropout=which.dropout), data=False)
     return dataclasses.replace(forward, case=backward.case)
 

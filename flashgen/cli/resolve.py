@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -87,8 +88,7 @@ class Lengths:
         q, kv = (_numbers(name, text) for name, text in (("--q-lengths", self.q), ("--kv-lengths", self.kv)))
         if q is None and kv is None:
             return own_lengths(problem.batch, problem.q_len, problem.kv_len, q, kv, first)
-        batch = None if request.batch == 1 else request.batch  # which it is where none is named
-        return own_lengths(batch, request.seqlen, request.kv_seqlen, q, kv, first)
+        return own_lengths(request.batch, request.seqlen, request.kv_seqlen, q, kv, first)
 
 
 def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
@@ -97,8 +97,8 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
 
 def _whole(name: str, text: str) -> int:
     """A number that is not negative."""
-    if not (text := text.strip()).isdecimal():
-        raise PlanError(f"{name}: {text!r} is no whole number from 0 on\n  nearest: {name} 4096")
+    if re.fullmatch("[0-9]{1,9}", text := text.strip()) is None:
+        raise PlanError(f"{name}: {text!r} is no whole number from 0 on of at most 9 digits\n  nearest: {name} 4096")
     return int(text)
 
 
@@ -152,7 +152,7 @@ def resolve(
     head_dim = default_head_dim(variant) if request.head_dim is None else request.head_dim
     q_len = options.SEQLEN[device or options.default_device()] if request.seqlen is None else request.seqlen
     problem = Problem(
-        batch=request.batch,
+        batch=1 if request.batch is None else request.batch,
         heads=request.heads,
         kv_heads=request.heads if request.kv_heads is None else request.kv_heads,
         q_len=q_len,
@@ -161,7 +161,7 @@ def resolve(
         v_head_dim=head_dim if request.v_head_dim is None else request.v_head_dim,
         dtype=default_dtype(variant) if request.dtype is None else request.dtype,
     )
-    of_keys = {"k_dtype": which.k_dtype or request.kv_dtype, "v_dtype": which.v_dtype or request.kv_dtype}
+    of_keys = which.of_keys(request.kv_dtype)
     kv_dtype = of_keys["k_dtype"] if of_keys["k_dtype"] != problem.dtype else None
     problem = problem._replace(kv_dtype=kv_dtype)
     sequences = () if lengths is None else lengths.of(request, problem)
@@ -176,7 +176,7 @@ def resolve(
         asked, sms = cpu_request(variant, problem, dropout=which.dropout, **of_keys), archs.find(arch).sms
     else:
         dims = problem.head_dim, problem.v_head_dim
-        asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **{**which.asked(), **of_keys})
+        asked = KernelRequest.of(variant, arch, problem.dtype, *dims, **fixed, **which.asked(request.kv_dtype))
         sms = sm_count(arch)
     told = None if lengths is None else lengths.page_size
     page_size = paging.rows_of_pages(asked.layout.name, asked.layout.paged, told)

@@ -129,7 +129,7 @@ def _single(
     start = time.perf_counter()
     with err.status(f"running on the {'GPU' if device == 'cuda' else 'CPU'}, then in float64"):
         checked = check(resolved, device, seed, dropout, timed=True, kv_splits=kv_splits)
-        verdicts = check_gradients(resolved, device, seed, dropout, deterministic) if backward else {}
+        verdicts = check_gradients(resolved, device, seed, dropout, deterministic, kv_splits) if backward else {}
     taken = time.perf_counter() - start
     counted = _counted(resolved) if device == "cpu" else None
     reasons = (*checked.reasons, *(f"{name}: {reason}" for name, x in verdicts.items() for reason in x.reasons))
@@ -246,7 +246,7 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     dtype, eight = getattr(torch, p.dtype), resolved.plan.float8
     named = {**case.params, **on_device(variant, case.tensors, device)}
-    named |= {} if kv_splits is None else {"kv_splits": kv_splits}
+    named |= _splitting(kv_splits)
     elements = p.batch * p.heads * p.q_len * p.v_head_dim
     scale = 1 / math.sqrt(p.head_dim)
     draws: list[tuple[torch.Tensor, ...]] = []
@@ -281,24 +281,29 @@ def _check(resolved: Resolved, device: str, seed: int, dropout: float, timed: bo
     return Checked(verdict=verdict, lse_reasons=lse_reasons, seconds=taken)
 
 
+def _splitting(kv_splits: int | None) -> dict[str, object]:
+    """What a call is told, for so many blocks to divide its keys."""
+    return {} if kv_splits is None else {"kv_splits": kv_splits}
+
+
 def _asking(dropped: Dropout | None) -> dict[str, object]:
     """What a call is told, to drop these."""
     return {} if dropped is None else {"dropout": dropped.p, "seed": dropped.seed}
 
 
 def check_gradients(
-    resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool
+    resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool, kv_splits: int | None = None
 ) -> dict[str, Verdict]:
     """dq, dk and dv of random q, k, v and do, each judged as `check` judges o, and the gradients of captured tensors.
 
     Raises LaunchError where memory runs out.
     """
     with room(resolved.problem, device):
-        return _check_gradients(resolved, device, seed, dropout, deterministic)
+        return _check_gradients(resolved, device, seed, dropout, deterministic, kv_splits)
 
 
 def _check_gradients(
-    resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool
+    resolved: Resolved, device: str, seed: int, dropout: float, deterministic: bool, kv_splits: int | None
 ) -> dict[str, Verdict]:
     import torch
 
@@ -309,7 +314,7 @@ def _check_gradients(
     p, case, variant = resolved.problem, resolved.case, resolved.variant
     tensors = on_device(variant, case.tensors, device)
     captured = {name: tensors[name].requires_grad_() for name in differentiable_of(variant)}
-    inputs = {**case.params, **tensors}
+    inputs = {**case.params, **tensors, **_splitting(kv_splits)}
     of_inputs = shapes(p)
     fewest = min(math.prod(shape) for shape in of_inputs)
     few = min((x.numel() for x in captured.values()), default=_CAPTURED_ELEMENTS)

@@ -91,9 +91,8 @@ def command(
     from flashgen.analysis.formula import formula
 
     if output is not None and output.suffix not in (".png", ".svg"):
-        raise PlanError(
-            f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {shlex.quote(f'{output.stem}.png')}"
-        )
+        nearest = shlex.quote(str(output.with_suffix(".png")))
+        raise PlanError(f"show cannot draw to {output}: it writes .png and .svg\n  nearest: {nearest}")
     if program:
         if b or h:
             raise PlanError("--b and --h choose a mask, and --program draws none\n  nearest: leave them out")

@@ -55,6 +55,7 @@ def command(
         )
     name = archs.pipeline(present, pipeline)
     folder = folder or Path(os.environ.get(records.VARIABLE) or "records")
+    tune.place(folder, present.name, name)  # before the minutes of measuring
     entries = []
     with progress() as bar:
         task = bar.add_task("tuning")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import numbers
 import os
 import re
@@ -64,6 +65,13 @@ def _layout(value: object) -> Layout | None:
     return LAYOUTS.get(value) if isinstance(value, str) else None
 
 
+def _near_layout(value: object) -> str:
+    """The layout that is named most like it; one of PyTorch's names of sequences behind each other means these."""
+    name = str(value).lower()
+    close = difflib.get_close_matches(name, LAYOUTS, n=1)
+    return "varlen" if name in ("ragged", "jagged", "nested") else close[0] if close else "dense"
+
+
 def _names(value: object) -> tuple[str, ...] | None:
     if not isinstance(value, (tuple, list)) or not all(isinstance(name, str) for name in value):
         return None
@@ -97,7 +105,7 @@ _KINDS = {
     "arch": _Kind("a name", _of(str), lambda value: "sm_80"),
     "pipeline": _Kind("a name", _of(str), lambda value: "ampere"),
     "tile": _Kind("(queries, keys), whole numbers", _tile, _near_tile),
-    "layout": _Kind(", ".join(LAYOUTS), _layout, lambda value: "dense", unless=DENSE),
+    "layout": _Kind(", ".join(LAYOUTS), _layout, _near_layout, unless=DENSE),
     "gradients": _Kind("a tuple of names", _names, lambda value: (str(value),), unless=()),
 }
 

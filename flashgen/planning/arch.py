@@ -15,6 +15,7 @@ Sources, one for each column:
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -183,16 +184,19 @@ _TABLE = (
     ),
 )
 
+#: What people call architectures, of which the first is meant.
+_GENERATIONS = {"ampere": "sm_80", "ada": "sm_89", "lovelace": "sm_89", "hopper": "sm_90a", "blackwell": "sm_120"}
+
 #: Name -> Arch, oldest first.
 ARCHS: Mapping[str, Arch] = MappingProxyType({arch.name: arch for arch in _TABLE})
 
 
 def find(name: str) -> Arch:
-    """The architecture a person names: "sm_80", "80", "sm_90" (which means sm_90a) ...
+    """The architecture a person names: "sm_80", "80", "sm80", "SM_90" (which means sm_90a) ...
 
     Raises PlanError for one that is too old, unknown or not a name of an architecture.
     """
-    text = name.removeprefix("sm_")
+    text = name.lower().removeprefix("sm").removeprefix("_")
     known = {arch.name.removeprefix("sm_"): arch for arch in ARCHS.values()}
     known["90"] = ARCHS["sm_90a"]
     if text in known:
@@ -200,7 +204,7 @@ def find(name: str) -> Arch:
     digits = text.rstrip("af")
     names = ", ".join(ARCHS)
     if re.fullmatch(r"[1-9][0-9]{1,3}", digits) is None:
-        raise PlanError(f"{name!r} is not an architecture\n  flashgen plans for: {names}\n  nearest: sm_80")
+        raise PlanError(f"{name!r} is not an architecture\n  flashgen plans for: {names}\n  nearest: {_near(name)}")
     number = int(digits)
     if number < 80:
         raise PlanError(
@@ -214,6 +218,14 @@ def find(name: str) -> Arch:
         )
     nearest = min(ARCHS.values(), key=lambda arch: abs(_number(arch) - number))
     raise PlanError(f"{name} is not in the table of GPUs ({names})\n  nearest: {nearest.name}")
+
+
+def _near(name: str) -> str:
+    """The architecture whose name, card or generation is most like what is none."""
+    words = {word.lower(): arch.name for arch in reversed(_TABLE) for word in (arch.name, *arch.card.split())}
+    words |= _GENERATIONS
+    close = difflib.get_close_matches(name.lower(), words, n=1)
+    return words[close[0]] if close else _TABLE[0].name
 
 
 def newest() -> Arch:

@@ -72,7 +72,7 @@ def check_splits(given: object) -> None:
         number = given if isinstance(given, int) and not isinstance(given, bool) else 1
         raise PlanError(
             f"kv_splits is {shown(given)}: it is a number of blocks that divide keys, 1 to {split_keys.MAX_SPLITS}\n"
-            f"  nearest: kv_splits={min(max(number, 1), split_keys.MAX_SPLITS)}, or None: flashgen chooses"
+            f"  nearest: kv_splits={min(max(number, 1), split_keys.MAX_SPLITS)}, or none: flashgen chooses"
         )
 
 

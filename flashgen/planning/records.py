@@ -137,7 +137,8 @@ def load(path: Path) -> dict[Key, Entry]:
     except (OSError, ValueError) as error:
         raise PlanError(
             f"the record {path} cannot be used: {error}\n"
-            f"  nearest: write it again with `flashgen tune`, or remove it, and candidates are ordered by prediction"
+            "  nearest: remove it, or move it away: candidates are ordered by prediction then, until `flashgen tune`"
+            " writes it again"
         ) from error
 
 
