@@ -47,11 +47,6 @@ class ScoresCode:
         """Registers of P in 16 bits."""
         return "N / 2" if self.of_first_keys else "TILE_KV / 4"
 
-    @property
-    def words_of_8_bits(self) -> str:
-        """The same in 8 bits."""
-        return "N / 4" if self.of_first_keys else "TILE_KV / 8"
-
     def queries(self, rows: str) -> str:
         """How many queries come before that of a row of a tile, as many rows behind its first."""
         return f"({rows} >> p.pack_log2)" if self.packed else rows

@@ -58,7 +58,6 @@ class VAsStored:
     """Rows of keys, as TMA loads them: 16-bit wgmma takes either order."""
 
     turned: ClassVar[bool] = False
-    pipe: ClassVar[str] = "v_pipe"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +65,6 @@ class VTurnedOver:
     """Rows of columns, which warps of the producers make of V as stored: 8-bit wgmma takes no other order."""
 
     turned: ClassVar[bool] = True
-    pipe: ClassVar[str] = "turned_pipe"
 
 
 #: What 16 bits have.

@@ -18,10 +18,6 @@ typedef long long i64;
 typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
-// ---------------------------------------------------------------- fewer registers kept through a loop
-// Tells the compiler that the ends of a range are new.
-DEVICE void renew_range(int& first, int& last) { asm volatile("" : "+r"(first), "+r"(last)); }
-
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -183,36 +179,6 @@ DEVICE void wgmma_qk(float (&d)[64], u64 a, u64 b) {
         "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
         "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
         "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
-      : "l"(a), "l"(b));
-}
-
-// The same of the first keys of a tile.
-DEVICE void wgmma_qk_first(float (&d)[32], u64 a, u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 0, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : "=f"(d[0]), "=f"(d[1]), "=f"(d[2]), "=f"(d[3]), "=f"(d[4]), "=f"(d[5]), "=f"(d[6]), "=f"(d[7]),
-        "=f"(d[8]), "=f"(d[9]), "=f"(d[10]), "=f"(d[11]), "=f"(d[12]), "=f"(d[13]), "=f"(d[14]), "=f"(d[15]),
-        "=f"(d[16]), "=f"(d[17]), "=f"(d[18]), "=f"(d[19]), "=f"(d[20]), "=f"(d[21]), "=f"(d[22]), "=f"(d[23]),
-        "=f"(d[24]), "=f"(d[25]), "=f"(d[26]), "=f"(d[27]), "=f"(d[28]), "=f"(d[29]), "=f"(d[30]), "=f"(d[31])
-      : "l"(a), "l"(b));
-}
-
-// s += q k^T over 16 columns, of them.
-DEVICE void wgmma_qk(float (&d)[32], u64 a, u64 b) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, p, 1, 1, 0, 0;\n}"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
-        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
-        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
-        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
       : "l"(a), "l"(b));
 }
 
@@ -445,7 +411,6 @@ template <typename T> DEVICE Range<T> range_mod_positive(Range<T> a, Range<T> b)
 // ---------------------------------------------------------------- plan
 constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
-constexpr int FIRST_KEYS = 64;  // of a tile: a warpgroup that sees no others multiplies by these alone
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
 constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int WORK_STAGES = 4;  // tiles of queries known
@@ -542,11 +507,6 @@ DEVICE int previous_tile(int tile, const Rows& rows, const Params& p) {
   return last_tile_of_run(tile, rows.q_first - bounded(i64(p.param_window) * p.param_dilation - 1), rows.q_last, p);
 }
 
-// No query of these sees a key behind this one.
-DEVICE int last_key(const Rows& rows, const Params& p) {
-  return rows.q_last;
-}
-
 DEVICE TileClass classify(const Rows& rows, int kv_tile, const Params& p) {
   const int k_first = kv_tile * TILE_KV, k_last = min(k_first + TILE_KV, p.kv_len) - 1;
   const Range<int> q = {rows.q_first, rows.q_last};
@@ -585,21 +545,6 @@ struct Scheduler {
     next_ring.passed++;
   }
 
-  // Of a tile that the mask hides some of: 1, and above it two bits for each warpgroup, whether its queries see none of
-  // the first keys, and none of the others.
-  DEVICE int masked_for_warpgroups(Rows rows, int tile, const Params& p) {
-    renew_range(rows.q_first, rows.q_last);  // no register keeps what follows from them
-    const int first = tile * TILE_KV, others = first + FIRST_KEYS;
-    int masked = 1;
-#pragma unroll
-    for (int w = 0; w < WARPGROUPS; w++) {
-      const int q_first = rows.q_first + w * 64, q_last = rows.q_first + (w * 64 + 63);
-      const int last = last_key({rows.b, rows.h, q_first, min(q_last, rows.q_last)}, p);
-      masked |= ((last < first) | (last < others) << 1) << (2 * w + 1);
-    }
-    return masked;
-  }
-
   // The tiles of keys that a tile of queries sees, from the last to the first: 32 at a time, each judged by one lane.
   DEVICE void send_all(Work work) {
     const int q_first = work.q_tile * TILE_Q;
@@ -615,7 +560,7 @@ struct Scheduler {
         const int i = __ffs(visited) - 1;
         if (step.tile < 0) send(work);
         else send_step(step);
-        step = {top - i, masked >> i & 1 ? masked_for_warpgroups(rows, top - i, p) : 0, 0};
+        step = {top - i, int(masked >> i & 1), 0};
       }
       top -= 32;
     }
@@ -813,7 +758,7 @@ struct Consumer {
   }
 
   // S = Q K^T, on its way
-  template <int N> DEVICE void issue_qk(float (&s)[N]) {
+  DEVICE void issue_qk(S& s) {
     pin(o);
     pin_fragments(probabilities);
     const u64 k = advance_bytes(matrix_descriptor(shared.k, 16), k_ring.stage() * sizeof(KTile));
@@ -841,13 +786,13 @@ struct Consumer {
   }
 
   // S of this K tile, and O of the tile before it, under which the softmax of S will run: both on their way.
-  template <int N> DEVICE void issue_products(float (&s)[N]) {
+  DEVICE void issue_products(S& s) {
     await_full(shared.k_pipe, k_ring);
     issue_qk(s);
     issue_pv();
   }
 
-  template <int N> DEVICE void await_scores(float (&s)[N]) {
+  DEVICE void await_scores(S& s) {
     wgmma_wait_group<1>();
     pin(s);
   }
@@ -870,24 +815,24 @@ struct Consumer {
 
   // S becomes -inf where the mask hides the key.  Few tiles lie on a bound: in others its comparison for each element
   // would bring nothing.
-  template <int N> DEVICE void apply_mask(float (&s)[N], const Work work, int tile) {
+  DEVICE void apply_mask(S& s, const Work work, int tile) {
     const Rows rows = {work.b, work.h, query(work, 0), query(work, 2)};
     if (classify_bounds(rows, tile, p) != FULL) {
 #pragma unroll
-      for (int i = 0; i < N; i++)
+      for (int i = 0; i < TILE_KV / 2; i++)
         if (!in_bounds(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
     }
 #pragma unroll
-    for (int i = 0; i < N; i++)
+    for (int i = 0; i < TILE_KV / 2; i++)
       if (!keep_in_bounds(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
   }
 
   // S becomes -inf beyond the last key: in the first tile of a schedule, if anywhere.
-  template <int N> DEVICE void cut(float (&s)[N], int tile) {
+  DEVICE void cut(S& s, int tile) {
     const int columns = p.kv_len - tile * TILE_KV;
-    if (columns >= 2 * N) return;
+    if (columns >= TILE_KV) return;
 #pragma unroll
-    for (int i = 0; i < N; i++)
+    for (int i = 0; i < TILE_KV / 2; i++)
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
   }
 
@@ -916,7 +861,7 @@ struct Consumer {
 
   // S becomes P after a look at its maxima.  Lane 0 or 1 releases K, by a bit that depends on the maxima: ptxas moves
   // the wait for O up to the release, so at least the maxima are found while the product runs.
-  template <int N> DEVICE void softmax(float (&s)[N]) {
+  DEVICE void softmax(S& s) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
     float highest[2];
@@ -928,11 +873,9 @@ struct Consumer {
   }
 
   // The layout of an accumulator is that of an A operand.
-  template <int N> DEVICE void round(const float (&s)[N]) {
+  DEVICE void round(const S& s) {
 #pragma unroll
-    for (int i = 0; i < N / 2; i++) probabilities[i] = cvt_bf16x2(s[2 * i], s[2 * i + 1]);
-#pragma unroll
-    for (int i = N / 2; i < TILE_KV / 4; i++) probabilities[i] = 0;
+    for (int i = 0; i < TILE_KV / 4; i++) probabilities[i] = cvt_bf16x2(s[2 * i], s[2 * i + 1]);
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
@@ -943,7 +886,7 @@ struct Consumer {
   }
 
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
-  template <int N> DEVICE bool begin(float (&s)[N], Ring<WORK_STAGES> at) {
+  DEVICE bool begin(S& s, Ring<WORK_STAGES> at) {
     const Step step = shared.step[k_ring.stage()];
     if (step.masked) apply_mask(s, work_at(at), step.tile);
     cut(s, step.tile);
@@ -954,37 +897,6 @@ struct Consumer {
     return step.last;
   }
 
-  // Awaits the first tile of a schedule.
-  DEVICE Step first_step() {
-    await_full(shared.k_pipe, k_ring);
-    return shared.step[k_ring.stage()];
-  }
-
-  // Whether this warpgroup's queries see more of a tile than its first keys.
-  DEVICE bool sees_more(const Step& step) { return !(step.masked >> (2 * warpgroup + 2) & 1); }
-
-  // P of the first tile of a schedule, of all its keys or of the first alone; true if it is the last.
-  template <int N> DEVICE bool begin_alone(Ring<WORK_STAGES> at) {
-    float s[N];
-    issue_qk(s);
-    wgmma_wait_group<0>();
-    pin(s);
-    const bool last = begin(s, at);
-    round(s);
-    return last;
-  }
-
-  // The same beside the last product of the tile of queries before.
-  template <int N> DEVICE bool begin_beside(Ring<WORK_STAGES> at) {
-    float s[N];
-    issue_products(s);
-    await_scores(s);
-    const bool last = begin(s, at);
-    await_pv();
-    round(s);
-    return last;
-  }
-
   DEVICE void run() {
     bool last;
 #pragma unroll 1
@@ -992,7 +904,15 @@ struct Consumer {
       work_ring = await_visible(work_ring);
       if (work_at(work_ring).q_tile < 0) return;
       await_full(shared.q_pipe[warpgroup], q_ring);
-      last = sees_more(first_step()) ? begin_alone<TILE_KV / 2>(work_ring) : begin_alone<FIRST_KEYS / 2>(work_ring);
+      {
+        S s;
+        await_full(shared.k_pipe, k_ring);
+        issue_qk(s);
+        wgmma_wait_group<0>();
+        pin(s);
+        last = begin(s, work_ring);
+        round(s);
+      }
       bool more = true;
       while (more) {
 #pragma unroll
@@ -1020,7 +940,12 @@ struct Consumer {
         more = coming.q_tile >= 0 && coming.visible;
         if (more) {
           await_full(shared.q_pipe[warpgroup], q_ring);
-          last = sees_more(first_step()) ? begin_beside<TILE_KV / 2>(next) : begin_beside<FIRST_KEYS / 2>(next);
+          S s;
+          issue_products(s);
+          await_scores(s);
+          last = begin(s, next);
+          await_pv();
+          round(s);
         } else {
           pin(o);
           pin_fragments(probabilities);

@@ -15,7 +15,6 @@ from flashgen.planning.float8 import FAR, FLOAT8, HEADROOM, LEAST_BLOCK, SLACK, 
 from flashgen.planning.integers import Allowed
 from flashgen.planning.layout import Layout
 from flashgen.planning.members import (
-    FIRST_TILE_WHOLE,
     P8,
     PACKED,
     ExactP,
@@ -388,7 +387,6 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             v=VTurnedOver(),
             sender=sender,
             runs_anew=(sender.loads or request.profile.judged) and _missing(c, request) > 0,
-            first=forward.first_tile(c, request) if ahead else FIRST_TILE_WHOLE,
         ),
     )
 
