@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from emulated_gpu import OnGpu, install
 from torch.nn import attention as providers
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashgen
 from flashgen.errors import LaunchError
@@ -304,6 +305,21 @@ def test_the_patched_function(gpu, caplog):
     assert F.scaled_dot_product_attention is before
     said = "torch.nn.functional.scaled_dot_product_attention is flashgen's in this process until deactivate()"
     assert [r.getMessage() for r in caplog.records if r.levelno == logging.WARNING].count(said) == 1
+
+
+@pytest.mark.parametrize(("q_len", "kv_len"), [(33, 33), (17, 33)])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+def test_causal_biases_under_the_patch(gpu, make, q_len, kv_len):
+    """They ask whether a function is torch.nn.functional's: of PyTorch's own, their memory was read."""
+    q, k, v = inputs(gpu, q_len=q_len, kv_len=kv_len)
+    bias = make(q_len, kv_len)
+    right = F.scaled_dot_product_attention(*plain(q, k, v), bias)
+    with flashgen.activate(patch=True):
+        found = F.scaled_dot_product_attention(*plain(q, k, v), bias)
+        assert type(found) is torch.Tensor and not gpu.launches
+        torch.testing.assert_close(found, right)
+        close(F.scaled_dot_product_attention(q, k, v, bias), right)
+        assert len(gpu.launches) == 1
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

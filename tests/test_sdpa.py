@@ -12,6 +12,7 @@ from emulated_gpu import install
 from graphs import graphs_of_floats
 from torch._dynamo.utils import counters
 from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
 import flashgen
 from flashgen import scaled_dot_product_attention
@@ -203,10 +204,80 @@ def test_wrong_calls(arguments, options, message):
         scaled_dot_product_attention(*arguments, **options)
 
 
+@pytest.mark.filterwarnings("ignore:Lower right causal bias")
+@pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("make", [causal_upper_left, causal_lower_right])
+@pytest.mark.parametrize("lengths", [(6, 6), (5, 9), (9, 5)])
+def test_causal_biases_mean_what_they_say(make, lengths, compiled):
+    """Their memory is not initialised: what they are stands in their attributes."""
+    q_len, kv_len = lengths
+    q, k, v = tensors(((2, 4, q_len, 8), (2, 4, kv_len, 8), (2, 4, kv_len, 6)))
+    call = torch.compile(scaled_dot_product_attention, fullgraph=True, backend="eager") if compiled else None
+    bias = make(q_len, kv_len)
+    shift = kv_len - q_len if make is causal_lower_right else 0
+    mask = torch.ones(lengths, dtype=torch.bool).tril(shift)
+    compare(
+        lambda: (call or scaled_dot_product_attention)(q, k, v, bias, 0.0, False, 0.3),
+        lambda: F.scaled_dot_product_attention(q, k, v, mask, scale=0.3),
+        (q, k, v),
+    )
+
+
+def test_causal_biases_of_other_lengths_are_refused():
+    with pytest.raises(
+        FlashgenError, match=r"CausalBias of 6 .* 7 keys, .* have 6 and 6\n  nearest: causal_lower_right\(6, 6"
+    ):
+        scaled_dot_product_attention(*SQUARE, causal_lower_right(6, 7))
+    with pytest.raises(FlashgenError, match="attn_mask is a CausalBias and is_causal is given"):
+        scaled_dot_product_attention(*SQUARE, causal_upper_left(6, 6), is_causal=True)
+
+
+class Plain(torch.Tensor):
+    pass
+
+
+class OfItsOwn(torch.Tensor):
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        return super().__torch_function__(function, types, args, kwargs)
+
+
+def test_masks_whose_class_means_something_of_its_own_are_refused():
+    mask = torch.rand(6, 6) > 0.3
+    with pytest.raises(
+        FlashgenError, match=r"attn_mask is a OfItsOwn, .*\n  nearest: attn_mask.as_subclass\(torch.Tensor"
+    ):
+        scaled_dot_product_attention(*SQUARE, mask.as_subclass(OfItsOwn))
+    right = scaled_dot_product_attention(*SQUARE, mask)
+    for served in (mask.as_subclass(Plain), torch.nn.Parameter(mask, requires_grad=False), torch.nn.Buffer(mask)):
+        assert torch.equal(scaled_dot_product_attention(*SQUARE, served), right)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("shape", [(5, 7), (2, 1, 1, 7), (1, 7)])
+def test_a_mask_beside_is_causal_is_told_the_mask_of_both(kind, shape):
+    q, k, v = tensors(SHAPES["short and wide"])
+    attn_mask = mask_of(kind, shape)
+    with pytest.raises(FlashgenError, match="attn_mask and is_causal are given") as refused:
+        scaled_dot_product_attention(q, k, v, attn_mask, is_causal=True)
+    advice = str(refused.value).split("is_causal=False with ")[1].removesuffix(", or a variant of both")
+    both = eval(advice, {"torch": torch, "math": math, "attn_mask": attn_mask})
+    causal = torch.ones(5, 7, dtype=torch.bool).tril()
+    right = attn_mask & causal if kind == "bool" else attn_mask + torch.zeros(5, 7).masked_fill(~causal, -math.inf)
+    found = scaled_dot_product_attention(q, k, v, both)
+    torch.testing.assert_close(found, scaled_dot_product_attention(q, k, v, right))
+
+
 def test_nested_tensors_are_refused():
     nested = torch.nested.nested_tensor([torch.zeros(2, 3, 8)], layout=torch.jagged)
-    with pytest.raises(FlashgenError, match="query is nested: flashgen takes dense tensors"):
+    with pytest.raises(FlashgenError, match="query is nested: flashgen takes dense tensors") as refused:
         scaled_dot_product_attention(nested, nested, nested)
+    parts = [torch.randn(3, 4, 16), torch.randn(7, 4, 16)]
+    jagged = torch.nested.nested_tensor(parts, layout=torch.jagged).transpose(1, 2)
+    advice = str(refused.value).split("nearest: ")[1].split(", or 'causal'")[0]
+    found = eval(advice, {"flashgen": flashgen, "query": jagged, "key": jagged, "value": jagged})
+    for one, part in zip(found.unbind(), parts, strict=True):
+        torch.testing.assert_close(one, scaled_dot_product_attention(*(part.transpose(0, 1),) * 3))
     with pytest.raises(FlashgenError, match="attn_mask is nested: flashgen takes dense tensors"):
         scaled_dot_product_attention(*SQUARE, torch.nested.nested_tensor([torch.zeros(6, 6)]))
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -20,7 +21,6 @@ from torch.nn import attention as providers
 from flashgen.errors import LaunchError, PlanError
 from flashgen.integrations import sdpa
 from flashgen.integrations.backends import note
-from flashgen.lang.load import load_spec
 from flashgen.locks import Lock
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import GPU_DTYPES, Call
@@ -41,9 +41,6 @@ KEY = "CUDA"
 
 #: What a forward of flashgen's keeps its seed and offset in, bit by bit: that of others is of integers.
 MARK = torch.float64
-
-#: The kernels' causal mask where the lengths differ: SDPA, whose own is another, then asks other backends.
-BOTTOM_RIGHT = load_spec("causal_bottom_right")
 
 _log = logging.getLogger("flashgen")
 _lock = Lock(threading.RLock)
@@ -260,7 +257,8 @@ def _served(
 def _call(q: torch.Tensor, k: torch.Tensor, causal: bool, scale: float | None, dropout: Dropout | None) -> Call:
     rule = sdpa.FULL
     if causal:
-        rule = sdpa.CAUSAL if q.shape[2] == k.shape[2] else BOTTOM_RIGHT
+        # The kernels' mask where the lengths differ: SDPA, whose own is another, then asks other backends.
+        rule = sdpa.CAUSAL if q.shape[2] == k.shape[2] else sdpa.BOTTOM_RIGHT
     return Call(rule, scale, {}, dropout)
 
 
@@ -346,6 +344,12 @@ def _patched(
             reason = str(error)
     if not torch.compiler.is_compiling():
         _elsewhere(reason)
+    biases = sys.modules.get("torch.nn.attention.bias")
+    if biases is not None and isinstance(attn_mask, biases.CausalBias):
+        # It asks whether a function is torch.nn.functional's, which PyTorch's own is not while this one stands there,
+        # and would have its memory read, where nothing lies.
+        found: torch.Tensor = attn_mask._dispatch(query, key, value, attn_mask, **options)
+        return found
     return _original(query, key, value, attn_mask, **options)
 
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import math
+import sys
 from itertools import combinations
 from typing import Any
 
 import torch
+from torch import nn
 
 from flashgen.errors import LaunchError
 from flashgen.integrations.backends import note
@@ -21,6 +24,9 @@ NAME = "scaled_dot_product_attention"
 
 FULL = load_spec("full")
 CAUSAL = load_spec("causal")
+
+#: The causal mask whose last query sees the last key: that of PyTorch's flash kernels, and of `causal_lower_right`.
+BOTTOM_RIGHT = load_spec("causal_bottom_right")
 
 
 #: Dimensions of a mask; along the first three it may be the same throughout.
@@ -87,10 +93,10 @@ def scaled_dot_product_attention(
     query is [..., heads, q_len, head_dim], key [..., heads, kv_len, head_dim], value [..., heads, kv_len, v_head_dim];
     the dimensions before the last two broadcast, and with `enable_gqa` heads of key and value serve query heads in
     groups.  attn_mask broadcasts to [..., heads, q_len, kv_len]: bool (True may be seen), or float16, bfloat16 or
-    float32 that is added to the score, with its gradient.  It is read where it lies.  `is_causal` counts positions from
-    the first query and the first key.  A row that sees nothing gives 0.  Several dimensions before the heads are made
-    one, with a copy where memory does not allow a view; query, key and value whose last dimension is not contiguous are
-    copied.
+    float32 that is added to the score, with its gradient.  It is read where it lies; of PyTorch's CausalBias, which
+    lies nowhere, what it says.  `is_causal` counts positions from the first query and the first key.  A row that sees
+    nothing gives 0.  Several dimensions before the heads are made one, with a copy where memory does not allow a view;
+    query, key and value whose last dimension is not contiguous are copied.
 
     Raises LaunchError and PlanError as `attention` does: nothing else serves what flashgen lacks.
     """
@@ -112,14 +118,15 @@ def scaled_dot_product_attention(
     if attn_mask is None:
         rule = CAUSAL if is_causal else FULL
     else:
-        if is_causal:
-            raise LaunchError(
-                "attn_mask and is_causal are given: PyTorch takes one of them\n"
-                "  nearest: attn_mask & torch.ones_like(attn_mask).tril(), or a variant of both"
-            )
-        _check_dtype(attn_mask)
-        of, named["attn_mask"] = kind(_mask(attn_mask, lead, (q.shape[1], q.shape[2], k.shape[2])))
-        rule = MASKED[of]
+        biases = sys.modules.get("torch.nn.attention.bias")  # whoever made one has imported it, which takes a while
+        if biases is not None and isinstance(attn_mask, biases.CausalBias):
+            rule = _causal(attn_mask, q.shape[2], k.shape[2], is_causal)
+        else:
+            _check_dtype(attn_mask)
+            if is_causal:
+                raise _both(attn_mask, q.shape[2], k.shape[2])
+            of, named["attn_mask"] = kind(_mask(attn_mask, lead, (q.shape[1], q.shape[2], k.shape[2])))
+            rule = MASKED[of]
     o = attention(q, k, v, rule, scale=scale, dropout=dropout_p, **named)
     assert isinstance(o, torch.Tensor)  # no lse was asked for
     note(NAME)
@@ -141,7 +148,14 @@ def _broadcast(*shapes: torch.Size) -> tuple[int, ...]:
 
 def _check_layout(name: str, x: torch.Tensor) -> None:
     if x.is_nested:
-        raise LaunchError(f"{name} is nested: flashgen takes dense tensors\n  nearest: {name}.to_padded_tensor(0.0)")
+        nearest = (
+            "flashgen.attention(query, key, value, flashgen.load_spec('full')), or 'causal', which takes all three with"
+            " layout=torch.jagged"
+        )
+        if name == "attn_mask":
+            nearest = f"attn_mask.to_padded_tensor({-math.inf if x.is_floating_point() else False})"
+            nearest = nearest.replace("-inf", "-math.inf")
+        raise LaunchError(f"{name} is nested: flashgen takes dense tensors\n  nearest: {nearest}")
     check_layout(name, name, x, "flashgen")
 
 
@@ -181,6 +195,11 @@ def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Ten
 def _check_dtype(mask: torch.Tensor) -> None:
     if not isinstance(mask, torch.Tensor):
         raise LaunchError(f"attn_mask is a {type(mask).__name__}, not a torch.Tensor")
+    if type(mask) not in (torch.Tensor, nn.Parameter) and not torch.compiler.is_compiling() and _overrides(type(mask)):
+        raise LaunchError(
+            f"attn_mask is a {type(mask).__name__}, whose class has a meaning of its own for functions of torch:"
+            " flashgen reads elements in memory\n  nearest: attn_mask.as_subclass(torch.Tensor), where those are it"
+        )
     _check_layout("attn_mask", mask)
     if mask.dtype not in DTYPES:
         name = str(mask.dtype).removeprefix("torch.")
@@ -188,6 +207,37 @@ def _check_dtype(mask: torch.Tensor) -> None:
             f"attn_mask is {name}: it is bool, or float16, bfloat16 or float32 that is added to the score\n"
             f"  nearest: attn_mask.{'bool' if not mask.dtype.is_floating_point else 'float'}()"
         )
+
+
+def _overrides(kind: type[torch.Tensor]) -> bool:
+    """Whether a class of tensors says itself what functions of torch make of them."""
+    own = kind.__torch_function__
+    inherited = getattr(own, "__func__", None) is torch.Tensor.__torch_function__.__func__  # type: ignore[attr-defined]
+    return not inherited and own is not torch._C._disabled_torch_function_impl
+
+
+def _causal(bias: Any, q_len: int, kv_len: int, is_causal: bool) -> Variant:
+    """What a CausalBias means: it says so in its attributes, and its memory holds nothing."""
+    if is_causal:
+        raise LaunchError(
+            "attn_mask is a CausalBias and is_causal is given: PyTorch takes one of them\n  nearest: attn_mask alone"
+        )
+    if (bias.seq_len_q, bias.seq_len_kv) != (q_len, kv_len):
+        raise LaunchError(
+            f"attn_mask is a CausalBias of {bias.seq_len_q} queries and {bias.seq_len_kv} keys, and query and key have"
+            f" {q_len} and {kv_len}\n  nearest: causal_{bias.variant.name.lower()}({q_len}, {kv_len})"
+        )
+    return BOTTOM_RIGHT if bias.variant.name == "LOWER_RIGHT" and q_len != kv_len else CAUSAL
+
+
+def _both(mask: torch.Tensor, q_len: int, kv_len: int) -> LaunchError:
+    """The refusal of a mask beside is_causal."""
+    lower = f"torch.ones({q_len}, {kv_len}, dtype=torch.bool, device={str(mask.device)!r}).tril()"
+    one = f"attn_mask & {lower}" if mask.dtype is torch.bool else f"attn_mask.masked_fill(~{lower}, -math.inf)"
+    return LaunchError(
+        "attn_mask and is_causal are given: PyTorch takes one of them\n"
+        f"  nearest: is_causal=False with {one}, or a variant of both"
+    )
 
 
 def _mask(mask: torch.Tensor, lead: tuple[int, ...], last: tuple[int, int, int]) -> torch.Tensor:
