@@ -71,6 +71,15 @@ def follows(block_mask):
     return ours._found[block_mask].follows
 
 
+@pytest.mark.parametrize(("q_len", "kv_len"), [(0, 0), (0, 300), (300, 0)])
+@pytest.mark.parametrize("mod", [causal, noop_mask])
+def test_block_masks_of_no_queries_or_keys(mod, q_len, kv_len):
+    q, k = torch.randn(BATCH, HEADS, q_len, DIM), torch.randn(BATCH, HEADS, kv_len, DIM)
+    block_mask = create_block_mask(mod, None, None, q_len, kv_len, device="cpu")
+    found = flashgen.flex_attention(q, k, k, block_mask=block_mask)
+    assert torch.equal(found, torch.zeros(BATCH, HEADS, q_len, DIM))
+
+
 @pytest.mark.parametrize("separate", [True, False])
 @pytest.mark.parametrize("mod", [causal, by_batch_and_head])
 def test_blocks_that_follow_from_mask_mod_are_left_out(mod, separate):

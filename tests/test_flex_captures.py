@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import enum
 import functools
+import numbers
 import os
 import sys
 import threading
@@ -409,3 +410,227 @@ def test_named_numbers_of_64_bits_have_a_trace_of_their_own():
     for window in (5, 1 << 31):
         variant = flashgen.from_flex(windowed(window), names=("window",))
         torch.testing.assert_close(attend(variant), masked((distance >= 0) & (distance < window)))
+
+
+def reach(d, n):
+    return d if n == 0 else reach(d - WIDTH, n - 1)
+
+
+def here(d, n):
+    return d if n == 0 else there(d - WIDTH, n - 1)
+
+
+def there(d, n):
+    return d if n == 0 else here(d - WIDTH, n - 1)
+
+
+def in_closures(width):
+    def first(d, n):
+        return d if n == 0 else second(d - width, n - 1)
+
+    def second(d, n):
+        return d if n == 0 else first(d - width, n - 1)
+
+    return lambda b, h, q, k: first(q - k, 3) < 1
+
+
+def through_a_list(width):
+    parts = []
+    parts.append(lambda d, n: d if n == 0 else parts[0](d - width, n - 1))
+    parts.append(parts)
+    return lambda b, h, q, k: parts[1][0](q - k, 3) < 1
+
+
+@pytest.mark.parametrize(
+    ("mask", "name"),
+    [
+        (lambda b, h, q, k: reach(q - k, 3) < 1, "WIDTH"),
+        (lambda b, h, q, k: here(q - k, 3) < 1, "WIDTH"),
+        (in_closures(8), "width"),
+        (through_a_list(8), "width"),
+    ],
+)
+def test_named_numbers_of_functions_that_call_themselves_are_parameters(mask, name):
+    at = torch.arange(LENGTH)
+    variant = flashgen.from_flex(mask, names=(name,))
+    assert [p.name for p in variant.params] == [name]
+    for width in (3, 8, 12):
+        kept = at[:, None] - at[None] - 3 * width < 1
+        torch.testing.assert_close(attend(variant, **{name: width}), masked(kept))
+
+
+def near(d):
+    return d < WIDTH
+
+
+class Asks:
+    def near(self, d):
+        return near(d)
+
+
+@functools.lru_cache
+def cached_width():
+    return WIDTH
+
+
+@functools.lru_cache
+def cached_twice(n):
+    return cached_width() if n == 0 else cached_twice(n - 1)
+
+
+def hidden_in_a_closure(window):
+    held = collections.deque([lambda d: d < window])
+    return lambda b, h, q, k: (q - k < window) & held[0](k - q)
+
+
+DEQUE, PROXY, SET, CACHE_IN_A_DEQUE = (
+    collections.deque([near]),
+    types.MappingProxyType({"near": near}),
+    {near},
+    collections.deque([cached_width]),
+)
+MODULE, NEAR = sys.modules[__name__], Asks()
+
+HIDDEN = {
+    "deque": (lambda b, h, q, k: (q - k < WIDTH) & DEQUE[0](k - q), "near"),
+    "also reached": (lambda b, h, q, k: near(q - k) & DEQUE[0](k - q), "near"),
+    "proxy": (lambda b, h, q, k: (q - k < WIDTH) & PROXY["near"](k - q), "near"),
+    "set": (lambda b, h, q, k: (q - k < WIDTH) & next(iter(SET))(k - q), "near"),
+    "getattr": (lambda b, h, q, k: (q - k < WIDTH) & getattr(MODULE, "near")(k - q), "near"),  # noqa: B009
+    "method that calls a helper": (lambda b, h, q, k: near(q - k) & NEAR.near(k - q), "near"),
+    "closure": (hidden_in_a_closure(8), r"hidden_in_a_closure\.<locals>\.<lambda>"),
+    "cache": (lambda b, h, q, k: (q - k < WIDTH) & (k - q < cached_width()), "cached_width"),
+    "recursive cache": (lambda b, h, q, k: (q - k < WIDTH) & (k - q < cached_twice(2)), "cached_(width|twice)"),
+    "cache in a deque": (lambda b, h, q, k: (q - k < WIDTH) & (k - q < CACHE_IN_A_DEQUE[0]()), "cached_width"),
+}
+
+
+@pytest.mark.parametrize("what", HIDDEN)
+def test_named_numbers_of_hidden_readers_are_refused(what):
+    """What reads a number where nobody looks, or read it before, would stay a constant without a word."""
+    mask, reader = HIDDEN[what]
+    name = "window" if what == "closure" else "WIDTH"
+    cached_width(), cached_twice(2)
+    with pytest.raises(flashgen.SpecError, match=rf"(?s)names has '{name}', which '{reader}' reads.*nearest: "):
+        flashgen.from_flex(mask, names=(name,))
+    flashgen.from_flex(mask)
+
+
+@functools.lru_cache
+def of_heads(n):
+    return 2 * n
+
+
+HELD = collections.deque([lambda d: d > -4, near])
+
+
+def test_what_hides_no_reader_of_a_named_number_is_served():
+    """Caches and containers of other functions, one that is not called, and a variable of the function's own."""
+
+    def local(d):
+        WIDTH = 30
+        return (lambda d: d < WIDTH)(d)
+
+    def mask(b, h, q, k):
+        return (q >= k) & (q - k < WIDTH) & HELD[0](q - k) & (h < of_heads(4)) & local(k - q)
+
+    at, before = torch.arange(LENGTH), sys.getprofile()
+    variant = flashgen.from_flex(mask, names=("WIDTH",))
+    assert sys.getprofile() is before
+    for width in (3, 20):
+        distance = at[:, None] - at[None]
+        torch.testing.assert_close(attend(variant, WIDTH=width), masked((distance >= 0) & (distance < width)))
+
+
+def by_isinstance(window):
+    def mask(b, h, q, k):
+        width = window if isinstance(window, int) else window[h]  # a number, or a tensor of one per head
+        return (q >= k) & (q - k < width)
+
+    return mask
+
+
+def by_isinstance_of_a_helper(window):
+    def sized(n):
+        return n if isinstance(n, numbers.Number) and not isinstance(n, (torch.Tensor, float, bool)) else 0
+
+    return lambda b, h, q, k: (q >= k) & (q - k < sized(2 * window) - window)
+
+
+def by_match(window):
+    def mask(b, h, q, k):
+        match window:
+            case int():
+                return (q >= k) & (q - k < window)
+        return q == k
+
+    return mask
+
+
+@pytest.mark.parametrize("made", [by_isinstance, by_isinstance_of_a_helper, by_match])
+def test_a_parameter_is_of_its_number_s_type(made):
+    at = torch.arange(LENGTH)
+    variant = flashgen.from_flex(made(5), names=("window",))
+    for width in (5, 20):
+        kept = (at[:, None] - at[None] >= 0) & (at[:, None] - at[None] < width)
+        torch.testing.assert_close(attend(variant, window=width), masked(kept))
+
+
+def by_type(window):
+    return lambda b, h, q, k: (q - k < window) if type(window) is int else q == k
+
+
+def by_type_in_a_helper(window):
+    def number(x):
+        return type(x) in (int, float)
+
+    return lambda b, h, q, k: (q - k < window) if number(window) else q == k
+
+
+WIDTHS = {"5": 5, "20": 20}
+
+
+@pytest.mark.parametrize(
+    ("made", "message"),
+    [
+        (by_type, "made no parameter of it: no operation met it, and its type was asked for"),
+        (by_type_in_a_helper, "made no parameter of it"),
+        (lambda window: lambda b, h, q, k: q - k < WIDTHS.get(f"{window}", 0), "the text of a parameter"),
+        (lambda window: lambda b, h, q, k: q - k < WIDTHS.get(str(window), window), "the text of a parameter"),
+    ],
+)
+def test_named_numbers_whose_type_or_text_decides_are_refused(made, message):
+    with pytest.raises(flashgen.SpecError, match=message):
+        flashgen.from_flex(made(5), names=("window",))
+    torch.testing.assert_close(attend(flashgen.from_flex(made(5))), masked(kept_below(5)))
+
+
+def kept_below(width):
+    at = torch.arange(LENGTH)
+    return at[:, None] - at[None] < width
+
+
+def test_a_named_number_that_nothing_needs_is_no_parameter():
+    """By a branch that is not taken, or since nothing asks for what it was added to."""
+
+    def untaken(window, far):
+        return lambda b, h, q, k: q >= k if far else q - k < window
+
+    def discarded(window, far):
+        def mask(b, h, q, k):
+            _ = k + window
+            return (q >= k) & (type(far) is bool)
+
+        return mask
+
+    for made in (untaken, discarded):
+        variant = flashgen.from_flex(made(5, True), names=("window",))
+        assert not variant.params
+        torch.testing.assert_close(attend(variant), masked(torch.ones(LENGTH, LENGTH).tril().bool()))
+
+
+def test_the_text_of_a_size_is_that_of_its_number():
+    table = torch.arange(5)
+    torch.testing.assert_close(
+        attend(flashgen.from_flex(lambda b, h, q, k: q - k < WIDTHS[f"{table.shape[0]}"])), masked(kept_below(5))
+    )

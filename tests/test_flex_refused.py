@@ -83,6 +83,14 @@ def adds_up(b, h, q_idx, kv_idx):
     return torch.cumsum(IDS, 0)[q_idx] > kv_idx  # here
 
 
+def has_no_nearest(score, b, h, q_idx, kv_idx):
+    return torch.hypot(score, score)  # here
+
+
+def nearest_of_none(score, b, h, q_idx, kv_idx):
+    return score.shrt()  # here
+
+
 def unknown(score, b, h, q_idx, kv_idx):
     return torch.special.bessel_j0(score)  # here
 
@@ -185,6 +193,26 @@ def branches_of_torch(b, h, q_idx, kv_idx):
     return torch.cond(q_idx > kv_idx, lambda: True, lambda: False)  # here
 
 
+def loops_of_torch(b, h, q_idx, kv_idx):
+    return torch.while_loop(lambda n: n < kv_idx, lambda n: (n + 1,), (q_idx,))[0] > 3  # here
+
+
+def slices_by_a_position(b, h, q_idx, kv_idx):
+    return IDS[q_idx:].sum() > kv_idx  # here
+
+
+def averages_integers(b, h, q_idx, kv_idx):
+    return IDS.mean() > kv_idx  # here
+
+
+def powers_of_two(b, h, q_idx, kv_idx):
+    return 2 ** (kv_idx % 5) > q_idx  # here
+
+
+def powers_below_zero(b, h, q_idx, kv_idx):
+    return (-3) ** (kv_idx % 5) > q_idx  # here
+
+
 def made_here(b, h, q_idx, kv_idx):
     return torch.arange(100)[kv_idx] > q_idx  # here
 
@@ -225,7 +253,12 @@ MASKS = {
     a_text: "returned a str",
     too_few: r"takes \(b, h, q_idx\); it is called with \(b, h, q_idx, kv_idx\)",
     numpy_table: r"index torch.from_numpy\(array\)",
-    branches_of_torch: "cond|`if`|boolean",
+    branches_of_torch: r"torch's 'cond' cannot be traced: write torch.where\(condition, x, y\)",
+    loops_of_torch: "torch's 'while_loop' cannot be traced: write a loop of a number of rounds that Python knows",
+    slices_by_a_position: r"a slice by a traced value .* torch.where\(at >= q_idx, t, 0\) for t\[q_idx:\]",
+    averages_integers: r"mean\(\) of int64 is an error in torch: write x.float\(\).mean\(\)",
+    powers_of_two: r"2 to the power of a traced value: .*write 2.0 \*\* y \(or, of .*bitwise_left_shift\(1, y\)\)",
+    powers_below_zero: r"-3 to the power .*write torch.where\(y % 2 == 0, 1, -1\) \* 3.0 \*\* y for whole y",
     made_here: "made? outside|make it outside",
     raises: "KeyError: 'none'",
     unknown_name: "unknown symbol 'kv_index'",
@@ -238,6 +271,8 @@ SCORES = {
     detaches: "detach the tensor before the function captures it",
     cuts_the_gradient: "torch.no_grad in a score_mod: detach tensors before",
     pads: "padding_idx of an embedding",
+    has_no_nearest: r"torch's 'hypot' cannot be traced: write torch.sqrt\(x \* x \+ y \* y\)",
+    nearest_of_none: "torch's 'shrt' cannot be traced; the nearest is torch's '(?!short)",
     unknown: "cannot be traced",
     misspelt: "the nearest is torch's 'square'",
     in_place: r"'clamp_' changes a tensor.*x = x.clamp\(...\)",
@@ -355,3 +390,10 @@ def test_what_a_function_makes_once_is_kept():
     q = torch.randn(1, 1, 8, 4, dtype=torch.float64)
     found = flashgen.attention(q, q, q, flashgen.from_flex(Window()))
     torch.testing.assert_close(found, flashgen.attention(q, q, q, flashgen.from_flex(lambda b, h, q, k: q - k < 3)))
+
+
+def test_an_index_outside_is_told_what_keeps_it_inside():
+    q = torch.zeros(1, 1, 64, 16)
+    with pytest.raises(flashgen.CapturedIndexError, match=r"or i\.clamp\(0, IDS\.size\(0\) - 1\) where .* PyTorch"):
+        flashgen.attention(q, q, q, flashgen.from_flex(lambda b, h, q, k: IDS[q + k] > 3))
+    flashgen.attention(q, q, q, flashgen.from_flex(lambda b, h, q, k: IDS[(q + k).clamp(0, IDS.size(0) - 1)] > 3))

@@ -9,6 +9,8 @@ import flashgen
 from flashgen.lang.evaluate import evaluate
 
 TABLE = torch.arange(24.0).reshape(4, 6)
+FLAGS = torch.tensor([[False] * 6, [True] * 6, [False] * 5 + [True], [True] * 5 + [False]])
+MANY, NONE = torch.arange(90), torch.zeros(0, dtype=torch.int64)
 
 #: Scores, and where they are asked for: (score, q, k).
 SCORES = {
@@ -34,6 +36,25 @@ SCORES = {
         [(0.0, q, 3) for q in (0, 2, 3, 4, 9)],
     ),
     "index of a filled integer": (lambda s, b, h, q, k: TABLE[torch.full_like(q, 1.9)][k], [(0.0, 0, 2)]),
+    "amax of conditions": (lambda s, b, h, q, k: s * FLAGS[k].amax(), [(3.0, 0, k) for k in range(4)]),
+    "amin of conditions": (lambda s, b, h, q, k: s * torch.amin(FLAGS, 1)[k], [(3.0, 0, k) for k in range(4)]),
+    "max and min of conditions": (
+        lambda s, b, h, q, k: torch.where(FLAGS[k].max(), s, -s) * torch.min(FLAGS[k]).int(),
+        [(3.0, 0, k) for k in range(4)],
+    ),
+    "amax of many conditions": (lambda s, b, h, q, k: s * (q == MANY).amax(), [(3.0, 5, 0), (3.0, 100, 0)]),
+    "mean of integers as floats": (lambda s, b, h, q, k: s * MANY.mean(dtype=torch.float32), [(3.0, 0, 0)]),
+    "isin of nothing": (lambda s, b, h, q, k: torch.where(torch.isin(k, NONE), s, -s), [(3.0, 0, 0)]),
+    "any of nothing": (lambda s, b, h, q, k: torch.where((k == NONE).any(), s, -s), [(3.0, 0, 0)]),
+    "all and sum of nothing": (
+        lambda s, b, h, q, k: torch.where((k == NONE).all(), s, -s) + (NONE * q).sum() + NONE.shape[0],
+        [(3.0, 0, 0)],
+    ),
+    "power of a number": (
+        lambda s, b, h, q, k: 2.0 ** (k % 5) + torch.bitwise_left_shift(1, k % 5) + 3.0**k,
+        [(0.0, 0, 7)],
+    ),
+    "sign of a power": (lambda s, b, h, q, k: torch.where(k % 2 == 0, 1, -1) * 3.0**k, [(0.0, 0, 2), (0.0, 0, 3)]),
     "integer of a filled integer": (lambda s, b, h, q, k: s * int(torch.full_like(q, -1.9)), [(3.0, 0, 0)]),
 }
 

@@ -8,6 +8,8 @@ them asks for their elements.
 from __future__ import annotations
 
 import math
+import sys
+import types
 import typing
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar
@@ -119,6 +121,30 @@ class Array:
     def __repr__(self) -> str:
         return f"<traced {str(self.dtype).removeprefix('torch.')}{list(self._extents) or ''}>"
 
+    @property  # type: ignore[misc]
+    def __class__(self) -> type:
+        """What functions that are traced are told by `isinstance`: of a Python number its type."""
+        if not self.weak or _is_ours(sys._getframe(1)):
+            return Array
+        return bool if self.dtype is torch.bool else float if self.dtype.is_floating_point else int
+
+    def __str__(self) -> str:
+        return repr(self) if _is_ours(sys._getframe(1)) else self._text(str)
+
+    def __format__(self, form: str) -> str:
+        return format(repr(self), form) if _is_ours(sys._getframe(1)) else self._text(lambda x: format(x, form))
+
+    def _text(self, of: Callable[[Any], str]) -> str:
+        if not self.weak:
+            return of(repr(self))
+        if self.known is None:
+            raise refused(
+                "the text of a parameter, whose value comes when the kernel runs: compute with the number itself, or"
+                " leave its name out of `names`"
+            )
+        self.fixed()
+        return of(self.known)
+
     # What asks for a value while the function is traced
     def __bool__(self) -> bool:
         return bool(self._number(Expr.__bool__))
@@ -168,6 +194,11 @@ class Array:
     def __torch_function__(cls, function: Any, types: object, args: Any = (), kwargs: Any = None) -> Any:
         # torch's functions come by the tracer's mode; this makes torch take such an argument at all.
         raise _ended()
+
+
+def _is_ours(frame: types.FrameType) -> bool:
+    """Whether code of flashgen's, or of what it is made with, is asking."""
+    return (frame.f_globals.get("__name__") or "").split(".")[0] in ("flashgen", "torch", "numpy")
 
 
 def _in_torch(error: SpecError) -> SpecError:

@@ -13,6 +13,7 @@ import dataclasses
 import dis
 import enum
 import functools
+import gc
 import inspect
 import sys
 import types
@@ -79,8 +80,13 @@ _TRANSPARENT = (
 #: What the class of a named tuple has by the name of a field.
 _FIELD = type(typing.NamedTuple("_", [("x", int)]).x)  # type: ignore[attr-defined]
 
+#: What a search through objects that no walk looks into ends at, and how many it looks at.
+_ENDS = (type, types.ModuleType, types.FunctionType, types.CodeType, types.FrameType, torch.Tensor)
+_MOST_REFERENTS = 1024
+
 _names: weakref.WeakKeyDictionary[types.CodeType, tuple[str, ...]] = weakref.WeakKeyDictionary()
 _imports: weakref.WeakKeyDictionary[types.CodeType, bool] = weakref.WeakKeyDictionary()
+_outside: weakref.WeakKeyDictionary[types.CodeType, frozenset[str]] = weakref.WeakKeyDictionary()
 _opaque: weakref.WeakKeyDictionary[type, bool] = weakref.WeakKeyDictionary()
 
 
@@ -92,18 +98,21 @@ class Captures:
     tensors   the tensors with their names: each object once
     params    numbers that became parameters, by who holds them and their name there: (the parameter's name, the value)
     readers   the functions that read these
+    kept      functions that read wanted numbers and whose results functools.lru_cache keeps, by the number's name
     settled   False where something was met that says nothing about itself
     """
 
-    def __init__(self, functions: Iterable[Any], names: Sequence[str] = ()) -> None:
+    def __init__(self, functions: Iterable[Any], names: Sequence[str] = (), _inside: frozenset[int] = frozenset()):
         self.skeleton: list[Any] = []
         self.numbers: list[tuple[str, Any]] = []
         self.tensors: list[tuple[str, torch.Tensor]] = []
         self.params: dict[tuple[int, str], tuple[str, int | float]] = {}
         self.readers: dict[tuple[int, str], list[types.FunctionType]] = {}
+        self.kept: dict[str, Any] = {}
         self.settled = True
         self._reader: types.FunctionType | None = None
         self._wanted = frozenset(names)
+        self._inside = _inside  # what keeps results, whose functions this walk is about
         self._taken: set[str] = set()
         self._seen: dict[int, int] = {}
         self._read: set[str] = set()
@@ -113,6 +122,10 @@ class Captures:
         self._attributes()
         for name in sorted(self._wanted):
             self.skeleton.append(name)
+
+    def reads(self, *names: str) -> bool:
+        """Whether code that was met has one of these names, of a global or an attribute."""
+        return not self._read.isdisjoint(names)
 
     @property
     def key(self) -> tuple[Any, ...]:
@@ -172,11 +185,12 @@ class Captures:
                 add(frozenset(value))
             else:
                 self.settled = False  # elements have no order to look at them in
+                self._keepers(value)
             self._container(value)
         elif isinstance(value, types.ModuleType):
             add(value.__name__)
             self.settled &= not _changes(value.__name__)
-            if not _settled(value.__name__):
+            if not settled(value.__name__):
                 self._objects.append((value, set()))
                 self._visit(value.__dict__.get("__getattr__"), "__getattr__")
                 self._operators(kind, _UNCALLED | _MAKING)
@@ -194,7 +208,7 @@ class Captures:
     def _member(self, value: enum.Enum, name: str) -> None:
         """A member of an enumeration: its name, and of one of the user's what it stands for and what is read of it."""
         self.skeleton.append((weakref.ref(type(value)), value.name))
-        if not _settled(type(value).__module__) and self._is_new(value):
+        if not settled(type(value).__module__) and self._is_new(value):
             self._objects.append((value, set()))
             self._visit(value._value_, name)
             self._operators(type(value), _UNCALLED | _MAKING)
@@ -202,7 +216,7 @@ class Captures:
     def _container(self, value: Any) -> None:
         """What a list, a tuple, a dict or a set is beside what it holds."""
         kind = type(value)
-        if kind in _CONTAINERS or (_settled(kind.__module__) and isinstance(value, tuple)):  # those that torch returns
+        if kind in _CONTAINERS or (settled(kind.__module__) and isinstance(value, tuple)):  # those that torch returns
             self.skeleton.append(kind)
             if kind is defaultdict:
                 self._visit(value.default_factory, "default_factory")
@@ -261,7 +275,7 @@ class Captures:
         for name, value in (function.__kwdefaults__ or {}).items():
             self._visit(value, name, id(function))
         self.settled &= not _changes(function.__module__ or "")
-        if not _settled(function.__module__ or ""):
+        if not settled(function.__module__ or ""):
             names = names_of(code)
             self._read.update(names)
             self.settled &= _UNSEEN.isdisjoint(names) and not imports(code)
@@ -285,7 +299,7 @@ class Captures:
 
     def _type(self, value: type) -> None:
         self.skeleton.append(weakref.ref(value))
-        if _settled(value.__module__):
+        if settled(value.__module__):
             return
         self._objects.append((value, set()))
         self._operators(type(value), _UNCALLED | _MAKING)
@@ -311,6 +325,7 @@ class Captures:
         )
         if answers or (opaque and not module):
             self.settled = False
+            self._keepers(value)
             return
         if module and opaque:  # torch's own code, which no walk looks into, reads these
             plain = {name: x for name, x in value.__dict__.items() if isinstance(x, (bool, int, float, str))}
@@ -323,9 +338,25 @@ class Captures:
                 self._items(hooks.values(), "hook")
         self._operators(kind, _UNCALLED | _MAKING)
 
+    def _keepers(self, value: Any) -> None:
+        """What functools.lru_cache keeps of functions that read wanted numbers, in an object that no walk looks into:
+        such a function may not run while others are traced, so that nobody would notice it."""
+        within = [value] if self._wanted else []
+        seen = set(self._inside)
+        while within and len(seen) < _MOST_REFERENTS:
+            one = within.pop()
+            if id(one) in seen or issubclass(type(one), _ENDS):
+                continue
+            seen.add(id(one))
+            if isinstance(one, functools._lru_cache_wrapper):
+                inside = Captures((one.__wrapped__,), tuple(self._wanted), self._inside | {id(one)})
+                self.kept.update({name: one.__wrapped__ for _, name in inside.params} | inside.kept)
+            else:
+                within.extend(gc.get_referents(one))
+
     def _operators(self, kind: type, uncalled: frozenset[str]) -> None:
         """The methods of a class that Python calls where code has no name of them, but for those `uncalled`."""
-        for own in (c for c in kind.__mro__ if not _settled(c.__module__)):
+        for own in (c for c in kind.__mro__ if not settled(c.__module__)):
             for name, method in list(own.__dict__.items()):
                 method = method.__func__ if isinstance(method, (staticmethod, classmethod)) else method
                 if name.startswith("__") and name not in uncalled and callable(method):
@@ -333,7 +364,7 @@ class Captures:
 
     def _methods(self, kind: type, name: str) -> bool:
         """What a class and those that it is made of have by a name; whether one has it."""
-        found = [own.__dict__[name] for own in kind.__mro__ if name in own.__dict__ and not _settled(own.__module__)]
+        found = [own.__dict__[name] for own in kind.__mro__ if name in own.__dict__ and not settled(own.__module__)]
         for one in found:
             if isinstance(one, property):
                 self._visit(one.fget, name)
@@ -404,6 +435,16 @@ def names_of(code: types.CodeType) -> tuple[str, ...]:
     return found
 
 
+def read_outside(code: types.CodeType) -> frozenset[str]:
+    """The names of globals and of variables of functions around it that code itself reads."""
+    found = _outside.get(code)
+    if found is None:
+        steps = dis.get_instructions(code)
+        of_globals = (step.argval for step in steps if step.opname in ("LOAD_GLOBAL", "LOAD_NAME"))
+        found = _outside[code] = frozenset(of_globals).union(code.co_freevars)
+    return found
+
+
 def imports(code: types.CodeType) -> bool:
     """Whether code imports what another import may replace, or the code inside of it does."""
     found = _imports.get(code)
@@ -411,7 +452,7 @@ def imports(code: types.CodeType) -> bool:
         steps = list(dis.get_instructions(code))
         found = _imports[code] = any(
             step.opname == "IMPORT_NAME"
-            and (steps[i - 2].argval != 0 or not _settled(step.argval) or _changes(step.argval))
+            and (steps[i - 2].argval != 0 or not settled(step.argval) or _changes(step.argval))
             for i, step in enumerate(steps)
         ) or any(imports(c) for c in code.co_consts if isinstance(c, types.CodeType))
     return found
@@ -427,11 +468,12 @@ def _is_opaque(kind: type) -> bool:
     found = _opaque.get(kind)
     if found is None:
         bases = (own for own in kind.__mro__ if own not in _TRANSPARENT)
-        found = _opaque[kind] = any(_settled(own.__module__) for own in bases)
+        found = _opaque[kind] = any(settled(own.__module__) for own in bases)
     return found
 
 
-def _settled(module: str) -> bool:
+def settled(module: str) -> bool:
+    """Whether a module is one whose contents nobody changes."""
     return module.split(".")[0] in _SETTLED
 
 
@@ -439,8 +481,10 @@ def _changes(module: str) -> bool:
     return module.split(".")[0] in _CHANGING
 
 
-#: What may hold functions among globals.
-_HOLDERS = (types.FunctionType, functools.partial, dict, list, tuple)
+def _holds(value: Any) -> bool:
+    """Whether a value is a function or may hold some, as `replaced` finds them."""
+    callables = isinstance(value, (types.FunctionType, types.MethodType, functools.partial))
+    return callables or type(value) in (list, tuple, dict)
 
 
 def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any] | None = None) -> Any:
@@ -451,13 +495,16 @@ def replaced(value: Any, by: Mapping[tuple[int, str], Any], done: dict[int, Any]
     if id(value) in done:
         return done[id(value)]
     if isinstance(value, types.FunctionType):
-        done[id(value)] = value  # where it calls itself
-        done[id(value)] = _replaced_function(value, by, done)
-        return done[id(value)]
+        return _replaced_function(value, by, done)
     if isinstance(value, types.MethodType):
         return types.MethodType(replaced(value.__func__, by, done), value.__self__)
-    if type(value) in (list, tuple):
-        return type(value)(replaced(x, by, done) for x in value)
+    if type(value) is tuple:
+        return tuple(replaced(x, by, done) for x in value)
+    if type(value) is list:
+        items: list[Any] = []
+        done[id(value)] = items
+        items.extend(replaced(x, by, done) for x in value)
+        return items
     if type(value) is dict:
         done[id(value)] = made = {}
         made.update({key: replaced(x, by, done) for key, x in value.items()})
@@ -479,27 +526,40 @@ def called(value: Any) -> Any:
 def _replaced_function(
     function: types.FunctionType, by: Mapping[tuple[int, str], Any], done: dict[int, Any]
 ) -> types.FunctionType:
+    """A function that is made first, with cells and globals of its own where they change, and filled then: what it
+    reads may be itself, or read it."""
     code, scope = function.__code__, function.__globals__
-    cells = []
+    cells: list[types.CellType] = []
+    filling: list[tuple[types.CellType, Any]] = []
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        new = by.get((id(cell), name))
+        own = cell
         try:
-            new = replaced(cell.cell_contents, by, done) if new is None else new
-            cells.append(cell if new is cell.cell_contents else types.CellType(new))
+            if (id(cell), name) in by:
+                own = types.CellType(by[id(cell), name])
+            elif _holds(cell.cell_contents):
+                own = types.CellType()
+                filling.append((own, cell.cell_contents))
         except ValueError:  # empty yet
-            cells.append(cell)
+            pass
+        cells.append(own)
     changed = {name: by[id(scope), name] for name in names_of(code) if (id(scope), name) in by}
-    if not _settled(function.__module__ or ""):
-        helpers = (name for name in names_of(code) if isinstance(scope.get(name), _HOLDERS) and name not in changed)
-        changed |= {name: replaced(scope[name], by, done) for name in helpers}
-    made = types.FunctionType(code, {**scope, **changed} if changed else scope, function.__name__, None, tuple(cells))
+    helpers: list[str] = []
+    if not settled(function.__module__ or ""):
+        helpers = [name for name in names_of(code) if _holds(scope.get(name)) and name not in changed]
+    own_scope = {**scope, **changed} if changed or helpers else scope
+    made = types.FunctionType(code, own_scope, function.__name__, None, tuple(cells))
+    done[id(function)] = made
+    for empty, value in filling:
+        empty.cell_contents = replaced(value, by, done)
+    for name in helpers:
+        own_scope[name] = replaced(scope[name], by, done)
     arguments, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
-    own = list(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
+    given = list(zip(arguments[len(arguments) - len(defaults) :], defaults, strict=True))
 
     def default(name: str, value: Any) -> Any:
         return by[id(function), name] if (id(function), name) in by else replaced(value, by, done)
 
-    made.__defaults__ = tuple(default(name, value) for name, value in own) or None
+    made.__defaults__ = tuple(default(name, value) for name, value in given) or None
     made.__kwdefaults__ = {name: default(name, value) for name, value in (function.__kwdefaults__ or {}).items()}
     made.__module__, made.__doc__ = function.__module__, function.__doc__
     return made

@@ -8,17 +8,19 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 
 from flashgen.errors import SpecError
 from flashgen.frontends.arrays import Array, cast
-from flashgen.frontends.captures import Captures, called, is_wide, replaced
+from flashgen.frontends.captures import Captures, called, is_wide, read_outside, replaced, settled
 from flashgen.frontends.trace import Tracer, title, traced
 from flashgen.lang import declare, source
 from flashgen.lang.expr import DType
@@ -142,7 +144,7 @@ def _made(
     described = mask_mod if mask_mod is not None else score_mod
     reached: dict[int, Any] = {}
     of_mask, of_score = (replaced(called(f), by, reached) if by else f for f in (mask_mod, score_mod))
-    unreached = _Unreached(captures, reached)
+    unreached = _Unreached(captures, reached, names)
     tracer = Tracer(captures.tensors)
     while True:
         with unreached:
@@ -156,6 +158,7 @@ def _made(
         if tracer.sizes_met:
             break
         tracer = Tracer(captures.tensors, tracer.fixed)  # once more, with the shapes declared
+    _check_parameters(captures, by, tracer, bare, _titles(mask_mod, score_mod))
     after = Captures((mask_mod, score_mod), names)
     if not after.alike(captures):
         if changed:
@@ -178,39 +181,97 @@ def _made(
 
 class _Unreached:
     """The functions that read named numbers where no parameter can take their place: of an object that a function asks
-    for, or of another module.  While a trace runs inside of it, those that are called are noticed."""
+    for, of another module, or held where nobody looks.  While a trace runs inside of it, those that are called are
+    noticed: by what they are, or by the number that they still have."""
 
-    def __init__(self, captures: Captures, reached: Iterable[int]) -> None:
+    def __init__(self, captures: Captures, reached: Iterable[int], names: Iterable[str]) -> None:
         self._names = {
-            reader.__code__: (name, reader)
+            reader.__code__: name
             for (_, name), readers in captures.readers.items()
             for reader in readers
             if id(reader) not in reached
         }
-        self._met: tuple[str, Any] | None = None
+        self._wanted = frozenset(names)
+        self._kept = captures.kept
+        self._met: tuple[str, types.CodeType] | None = None
         self._before: Any = None  # who profiles beside
 
     def __enter__(self) -> None:
-        if self._names:
+        if self._wanted:
             self._before = sys.getprofile()
             sys.setprofile(self._notice)
 
     def __exit__(self, *_: object) -> None:
-        if self._names:
-            sys.setprofile(self._before)
+        if self._wanted:
+            of_python = self._before is None or callable(self._before)
+            sys.setprofile(self._before if of_python else None)
+            if not of_python:  # cProfile's, which is no function
+                self._before.enable()
 
-    def _notice(self, frame: Any, event: str, _: object) -> None:
+    def _notice(self, frame: types.FrameType, event: str, _: object) -> None:
         if event == "call" and self._met is None:
-            self._met = self._names.get(frame.f_code)
+            code = frame.f_code
+            name = self._names.get(code) or self._number(frame)
+            self._met = None if name is None else (name, code)
+
+    def _number(self, frame: types.FrameType) -> str | None:
+        """The named number that code of a user's still reads as one."""
+        code = frame.f_code
+        if self._wanted.isdisjoint(code.co_names) and self._wanted.isdisjoint(code.co_freevars):
+            return None
+        if settled(frame.f_globals.get("__name__") or ""):
+            return None
+        for name in self._wanted & read_outside(code):
+            around = name in code.co_freevars
+            value = frame.f_locals.get(name) if around else frame.f_globals.get(name)
+            value = value.item() if isinstance(value, np.generic) else value
+            if type(value) in (int, float) and not (around and _made_by_caller(frame, name)):
+                return name
+        return None
 
     def check(self, titles: str) -> None:
-        """Raise SpecError where one of them was called."""
-        if self._met is not None:
-            name, reader = self._met
+        """Raise SpecError where one of them was called, or may have been before."""
+        for name, function in self._kept.items():
             raise SpecError(
-                f"names has {name!r}, which {reader.__qualname__!r} reads: no parameter can take its place in what an"
+                f"names has {name!r}, which {function.__qualname__!r} reads: functools.lru_cache keeps what it gives"
+                f" for one number, and no parameter can take its place\n  nearest: {function.__qualname__} without"
+                f" lru_cache, or names without {name!r}",
+                where=source.definition(function.__code__),
+            )
+        if self._met is not None:
+            name, code = self._met
+            raise SpecError(
+                f"names has {name!r}, which {code.co_qualname!r} reads: no parameter can take its place in what an"
                 f" object or another module holds\n  nearest: read it in {titles}, and hand it on",
-                where=source.definition(reader.__code__),
+                where=source.definition(code),
+            )
+
+
+def _made_by_caller(frame: types.FrameType, name: str) -> bool:
+    """Whether a variable of that name belongs to a function that is running, which made the frame's."""
+    caller = frame.f_back
+    while caller is not None:
+        if name in caller.f_code.co_cellvars and frame.f_code in caller.f_code.co_consts:
+            return True
+        caller = caller.f_back
+    return False
+
+
+def _check_parameters(
+    captures: Captures, by: Mapping[tuple[int, str], Array], tracer: Tracer, bare: Variant, titles: str
+) -> None:
+    """Raise SpecError where a named number is no parameter because the function asked what type it is of: no operation
+    met it, and what the trace found may hold for numbers alone, and for this one."""
+    params = {p.name for p in bare.params}
+    met: dict[str, bool] = {}
+    for key, (param, _) in captures.params.items():
+        met[key[1]] = met.get(key[1], False) or param in params or id(by[key]) in tracer.met
+    for name, was_met in met.items():
+        if not was_met and captures.reads("type", "__class__"):
+            raise SpecError(
+                f"names has {name!r}, and the trace of {titles} made no parameter of it: no operation met it, and its"
+                f" type was asked for\n  nearest: isinstance({name}, int), which holds of a parameter too, or names"
+                f" without {name!r}"
             )
 
 

@@ -24,77 +24,12 @@ from flashgen.frontends.arrays import (
     promoted,
     within,
 )
+from flashgen.frontends.names import ALIASES, CURES
 from flashgen.frontends.rows import INDEXING, REDUCTIONS
 from flashgen.lang import functions as fg
 from flashgen.lang.proxies import Expr, refused
 
 Operation = Callable[..., Any]
-
-#: torch's names of functions that a table below has under another, and of Python's operators.
-_ALIASES = {
-    **{"truediv": "div", "divide": "div", "true_divide": "div", "floordiv": "floor_divide", "mod": "remainder"},
-    **{"subtract": "sub", "multiply": "mul", "negative": "neg", "positive": "pos", "absolute": "abs"},
-    **{"greater": "gt", "greater_equal": "ge", "less": "lt", "less_equal": "le", "not_equal": "ne"},
-    **{"bitwise_and": "and", "bitwise_or": "or", "bitwise_xor": "xor", "bitwise_not": "invert"},
-    **{"bitwise_left_shift": "lshift", "bitwise_right_shift": "rshift", "power": "pow"},
-    **{"clip": "clamp", "fix": "trunc", "sgn": "sign", "special_erf": "erf"},
-    **{
-        "expit": "sigmoid",
-        "reshape": "view",
-        "permute_dims": "permute",
-        "swapaxes": "transpose",
-        "as_tensor": "tensor",
-    },
-    "log_sigmoid": "logsigmoid",
-    **{"scalar_tensor": "tensor", "reshape_as": "view_as", "asarray": "tensor"},
-    **{"special_expit": "sigmoid", "special_exp2": "exp2", "special_log1p": "log1p", "bfloat16": "half"},
-    **{"short": "half", "double": "half", "char": "half", "byte": "half"},
-}
-
-#: What to write instead of what is not in the table.
-_CURES = {
-    **dict.fromkeys(
-        (
-            "item",
-            "tolist",
-            "numpy",
-            "cpu",
-            "cuda",
-            "float_",
-            "__float__",
-            "__int__",
-            "__bool__",
-            "__index__",
-            "is_nonzero",
-        ),
-        "it needs a value, and tensors are read when the kernel runs: index the tensor, and work on what that gives",
-    ),
-    **dict.fromkeys(("detach", "data", "requires_grad_"), "detach the tensor before the function captures it"),
-    **dict.fromkeys(("cond", "while_loop"), "write torch.where(condition, x, y)"),
-    **dict.fromkeys(
-        ("cumsum", "cumprod", "sort", "argsort", "topk", "unique", "nonzero", "argmax", "argmin", "softmax", "median"),
-        "compute it before, and capture the result",
-    ),
-    **dict.fromkeys(
-        (
-            "rand",
-            "randn",
-            "randint",
-            "rand_like",
-            "randn_like",
-            "bernoulli",
-            "normal",
-            "dropout",
-            "empty",
-            "empty_like",
-        ),
-        "draw before, and capture the result; flashgen.attention(dropout=) drops probabilities",
-    ),
-    **dict.fromkeys(("einsum", "mm", "bmm", "addmm"), "write (x * y).sum(-1), or torch.dot"),
-    "half": "it would round to a type that arithmetic here does not have: .float() is float32",
-    "setitem": "a mask or score changes no tensor: write torch.where(condition, new, old)",
-    "divmod": "write x // y and x % y",
-}
 
 
 def operation(name: str) -> Operation | None:
@@ -102,11 +37,11 @@ def operation(name: str) -> Operation | None:
     plain = name.split(".")[0]
     of_python = plain.startswith("__") and plain.endswith("__")
     plain = plain[2:-2] if of_python else plain
-    found = FUNCTIONS.get(_ALIASES.get(plain, plain))
+    found = FUNCTIONS.get(ALIASES.get(plain, plain))
     if found is not None:
         return found
     if plain[1:] in _OPERATORS and (plain == "rsub" or (of_python and plain[0] == "r")):  # x is on the right
-        forward = FUNCTIONS[_ALIASES.get(plain[1:], plain[1:])]
+        forward = FUNCTIONS[ALIASES.get(plain[1:], plain[1:])]
         return lambda x, y, **options: forward(y, x, **options)
     return None
 
@@ -117,10 +52,11 @@ def unsupported(name: str) -> str:
     inplace = plain[1:] if name.startswith("__i") and plain[1:] in _OPERATORS else plain
     if (inplace != plain or (name.endswith("_") and not name.startswith("__"))) and operation(inplace) is not None:
         return f"torch's {name!r} changes a tensor, and a mask or score changes none: write x = x.{inplace}(...)"
-    cure = _CURES.get(plain) or _CURES.get(name) or _CURES.get(_ALIASES.get(plain, ""))
+    cure = CURES.get(plain) or CURES.get(name) or CURES.get(ALIASES.get(plain, ""))
     if cure is not None:
         return f"torch's {plain!r} cannot be traced: {cure}"
-    close = get_close_matches(plain, [*FUNCTIONS, *_ALIASES], n=1)
+    served = [*FUNCTIONS, *(other for other in ALIASES if operation(other) is not None)]
+    close = get_close_matches(plain, served, n=1)
     nearest = f"; the nearest is torch's {close[0]!r}" if close else "; docs/frontends.md lists what can"
     return f"torch's {plain!r} cannot be traced{nearest}"
 
@@ -318,7 +254,20 @@ def _power(x: Any, y: Any) -> Array:
     if a.known is not None and a.known > 0 and dtype.is_floating_point:
         factor = math.log2(a.known)
         return pointwise(lambda power: fg.exp2(power * factor if factor != 1 else power), b, dtype=dtype, given=dtype)
-    raise refused("a power of two traced values: write torch.exp2(y * torch.log2(x)) for x > 0")
+    if a.known is None:
+        raise refused("a power of two traced values: write torch.exp2(y * torch.log2(x)) for x > 0")
+    raise refused(f"{a.known!r} to the power of a traced value: {_power_of(a.known)}")
+
+
+def _power_of(base: float) -> str:
+    """What to write instead of a power of a number that no kernel computes: of integers, or of none above 0."""
+    if base > 0:
+        shift = " (or, of y from 0 to 62, torch.bitwise_left_shift(1, y))" if base == 2 else ""
+        return f"integers have none here; write {float(base)!r} ** y{shift}"
+    if base == 0:
+        return "write torch.where(y == 0, 1, 0)"
+    size = "" if base == -1 else f" * {float(-base)!r} ** y"
+    return f"write torch.where(y % 2 == 0, 1, -1){size} for whole y"
 
 
 def _float_power(x: Any, y: Any) -> Array:
@@ -592,7 +541,7 @@ def _same(x: Any, *args: Any, **options: Any) -> Array:
 def _detached(x: Any) -> Array:
     a = lift(x)
     if a.dtype.is_floating_point:
-        raise refused(f"torch's 'detach' cannot be traced: {_CURES['detach']}")
+        raise refused(f"torch's 'detach' cannot be traced: {CURES['detach']}")
     return a
 
 

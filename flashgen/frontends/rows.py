@@ -62,14 +62,12 @@ def _getitem(x: Any, index: Any) -> Array:
             sizes = None
         elif isinstance(item, slice):
             first, step = 0, 1
-            if item == slice(None):
+            if item.start is item.stop is item.step is None:  # each may be a traced value, which `==` compares
                 count = a._extents[dim]
                 if sizes is not None and a.sizes is not None:
                     sizes.append(a.sizes[dim])
             else:
-                bounds = slice(
-                    *(None if end is None else operator.index(end) for end in (item.start, item.stop, item.step))
-                )
+                bounds = slice(*map(_bound, (item.start, item.stop, item.step)))
                 if bounds.step is not None and bounds.step < 1:
                     raise refused("a slice of a tensor has a step above 0, as in torch")
                 first, stop, step = bounds.indices(a.extents[dim])
@@ -93,6 +91,16 @@ def _getitem(x: Any, index: Any) -> Array:
         sizes=None if sizes is None or not extents else tuple(sizes),
     )
     return made
+
+
+def _bound(end: Any) -> int | None:
+    """An end or the step of a slice, which says how many elements there are."""
+    if isinstance(end, Array) and end.known is None:
+        raise refused(
+            "a slice by a traced value has no size before the kernel runs: capture at = torch.arange(t.size(0)), and"
+            " write torch.where(at >= q_idx, t, 0) for t[q_idx:]"
+        )
+    return None if end is None else operator.index(end)
 
 
 def _item(i: Any) -> Any:
@@ -405,14 +413,22 @@ def _of_two(build: Callable[[Any, Any], Any]) -> Callable[[Any, Any, tuple[int, 
     return lambda x, y, parts: build(x, y)
 
 
-def _extremum_of(op: str) -> Callable[[Any, Any, tuple[int, ...]], Any]:
-    """A minimum or maximum, whose ties are shared among all elements of the row."""
-    return lambda x, y, parts: apply(op, x, y, attr=parts)
-
-
 _ANY = _reduction(_of_two(operator.or_), of=lambda dtype: torch.bool, loop=fg.any, empty=False)
 _ALL = _reduction(_of_two(operator.and_), of=lambda dtype: torch.bool, loop=_all_of, empty=True)
 _SUM = _reduction(_of_two(operator.add), of=_counted, loop=fg.sum, empty=0)
+
+
+def _extremum(op: str, of_bools: Callable[[Any, Any], Any], loop: Callable[..., Expr]) -> Callable[..., Array]:
+    """A minimum or maximum, whose ties are shared among all elements of the row; of conditions whether all or any of
+    them hold."""
+    of_numbers = _reduction(lambda x, y, parts: apply(op, x, y, attr=parts), of=lambda dtype: dtype)
+    of_conditions = _reduction(_of_two(of_bools), of=lambda dtype: dtype, loop=loop)
+
+    def call(x: Any, dim: Any = None, keepdim: bool = False) -> Array:
+        a = lift(x)
+        return (of_conditions if a.dtype is torch.bool else of_numbers)(a, dim, keepdim)
+
+    return call
 
 
 def _dot(x: Any, y: Any) -> Array:
@@ -425,11 +441,15 @@ def _dot(x: Any, y: Any) -> Array:
     return _SUM(pointwise(operator.mul, a, b, dtype=dtype, given=dtype))
 
 
-def _mean(x: Any, dim: Any = None, keepdim: bool = False) -> Array:
+def _mean(x: Any, dim: Any = None, keepdim: bool = False, *, dtype: torch.dtype | None = None) -> Array:
     a = lift(x)
-    total = _SUM(a, dim, keepdim)
+    made = a.dtype if dtype is None else dtype
+    if not made.is_floating_point:
+        name = str(made).removeprefix("torch.")
+        raise refused(f"mean() of {name} is an error in torch: write x.float().mean()")
+    total = _SUM(a, dim, keepdim, dtype=made)
     count = math.prod(a.extents) // max(math.prod(total.extents), 1)
-    return pointwise(operator.truediv, total, filled(float(count), ()), dtype=a.dtype, given=a.dtype)
+    return pointwise(operator.truediv, total, filled(float(count), ()), dtype=made, given=made)
 
 
 def _nonzeros(x: Any, dim: Any = None) -> Array:
@@ -442,8 +462,8 @@ REDUCTIONS: dict[str, Callable[..., Array]] = {
     "all": _ALL,
     "sum": _SUM,
     "prod": _reduction(_of_two(operator.mul), of=_counted, empty=1),
-    "amin": _reduction(_extremum_of("minimum"), of=lambda dtype: dtype),
-    "amax": _reduction(_extremum_of("maximum"), of=lambda dtype: dtype),
+    "amin": _extremum("minimum", operator.and_, _all_of),
+    "amax": _extremum("maximum", operator.or_, fg.any),
     "mean": _mean,
     "count_nonzero": _nonzeros,
     "dot": _dot,

@@ -44,6 +44,7 @@ class Tracer(TorchFunctionMode):
             were known to be read before
     unseen  whether a tensor was met that `names` does not have
     asked   whether the function asked where a tensor lies
+    met     what operations were given, by its identity
     differentiated  whether what is traced has a gradient
     """
 
@@ -52,6 +53,7 @@ class Tracer(TorchFunctionMode):
         self.names = {id(tensor): name for name, tensor in captured}
         self.read: dict[str, torch.Tensor] = {}
         self.fixed: set[str] = set()
+        self.met: set[int] = set()
         self._declared = frozenset(fixed)
         self.unseen = self.asked = self.differentiated = False
         self._arrays: dict[int, Array] = {}
@@ -85,6 +87,7 @@ class Tracer(TorchFunctionMode):
 
     def call(self, name: str, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
         """torch's function, method, operator or attribute of that name, on traced values."""
+        self.met.update(id(x) for x in _tensors((args, kwargs)))
         with torch._C.DisableTorchFunction():  # what is asked of tensors here is no part of the function
             return self._called(name, args, kwargs)
 
@@ -132,7 +135,8 @@ class Tracer(TorchFunctionMode):
                 nearest = f"{name}.real{wide} or {name}.imag{wide}"
             raise refused(f"the captured tensor {name!r} is {dtype}, which no kernel reads: capture {nearest}")
         self.read[name] = tensor
-        dims = tuple(tensor.shape) if name in self._declared else (None,) * tensor.dim()
+        # A dimension of no elements is never read, and the language declares none.
+        dims = tuple(n or None for n in tensor.shape) if name in self._declared else (None,) * tensor.dim()
         declared = declare.tensor(name, dims or (1,), str(tensor.dtype).removeprefix("torch."))
         of = frozenset({name})
         if not tensor.dim():
@@ -246,9 +250,19 @@ def traced(tracer: Tracer, function: Callable[..., Any], kind: str, positions: M
     except SpecError:
         raise
     except Exception as error:
-        raise source.as_spec_error(error) from error
+        told, asked = source.as_spec_error(error), _control_flow(error.__traceback__)
+        raise (SpecError(unsupported(asked), where=told.where) if asked else told) from error
     finally:
         tracing.reset(token)
+
+
+def _control_flow(trace: types.TracebackType | None) -> str | None:
+    """torch's function of control flow in which an error came up: these ask no mode before they look at arguments."""
+    while trace is not None:
+        if trace.tb_frame.f_globals.get("__name__", "").startswith("torch._higher_order_ops."):
+            return trace.tb_frame.f_code.co_name
+        trace = trace.tb_next
+    return None
 
 
 def title(function: Any) -> str:

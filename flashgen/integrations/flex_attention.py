@@ -292,7 +292,8 @@ def _layout(block_mask: Any, pairs: list[tuple[tuple[torch.Tensor, torch.Tensor]
     for (counts, indices), kind in pairs:
         place = torch.arange(indices.shape[-1], device=indices.device)
         listed = torch.where(place < counts.unsqueeze(-1), indices, columns).clamp(max=columns)
-        layout.scatter_(-1, listed.reshape(*shape, -1).long(), kind)  # what is not listed goes behind the end
+        # What is not listed goes behind the end.  Of no elements a size is not for torch to find out.
+        layout.scatter_(-1, listed.reshape(*shape, indices.shape[-1]).long(), kind)
     return layout[..., :columns]
 
 

@@ -45,7 +45,7 @@ class OwnAttentionError(LaunchError, AttributeError):
         super().__init__(
             f"{asked} of attention_mask: this model computes attention by itself, and"
             f" attn_implementation={NAME!r} serves models whose layers ask transformers' AttentionInterface for it\n"
-            "  nearest: attn_implementation='sdpa' or 'eager'"
+            "  nearest: attn_implementation='eager', or 'sdpa' where the model has it"
         )
 
 

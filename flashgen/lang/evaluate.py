@@ -146,5 +146,6 @@ def _outside(load: Node, dim: int, size: int, index: int) -> CapturedIndexError:
     at = f"\n  at {load.where}" if load.where else ""
     return CapturedIndexError(
         f"tensor {name!r}: index {index} is outside dimension {dim} of size {size}"
-        f"; keep it inside with fg.clamp(i, 0, {name}.size({dim}) - 1){at}"
+        f"; keep it inside with fg.clamp(i, 0, {name}.size({dim}) - 1), or i.clamp(0, {name}.size({dim}) - 1) where the"
+        f" function is written in PyTorch{at}"
     )
