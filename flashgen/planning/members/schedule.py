@@ -72,6 +72,11 @@ class FirstTileAsSeen:
     keys: int
     passes: bool
 
+    @property
+    def step(self) -> str:
+        """The template of how it comes to the first tile."""
+        return f"hopper/forward_first_step{'_passing' if self.passes else ''}.cu.j2"
+
 
 FirstTile = FirstTileWhole | FirstTileAsSeen
 
