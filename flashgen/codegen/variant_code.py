@@ -14,7 +14,6 @@ from typing import Any, Literal, NamedTuple
 
 from flashgen.analysis.abstract import Intervals, anywhere, finite_at_zero
 from flashgen.analysis.bounds import bounded
-from flashgen.analysis.cells import Cells
 from flashgen.analysis.facts import Facts, Term
 from flashgen.analysis.powers import in_powers
 from flashgen.analysis.tanh import lone_tanh, soft_cap, takes_long
@@ -23,6 +22,7 @@ from flashgen.analysis.words import Word
 from flashgen.analysis.zones import REACH, Zone
 from flashgen.codegen import per_pair
 from flashgen.codegen.device import identifiers
+from flashgen.codegen.parts import Parts, parts_of
 from flashgen.codegen.printer import (
     CALL,
     DISTANCES,
@@ -155,22 +155,6 @@ class Lookup:
         if self.in_bits:
             return f"{self.name}[place / 32] >> place % 32 & 1"
         return f"__shfl_sync(~0u, {self.name}[place / 32], place % 32 + column)"
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Parts:
-    """The parts that a tile is judged by: where the mask may jump, for a person, the loops over them, and the rows, and
-    first and last key, of one."""
-
-    where: str
-    loops: tuple[str, ...]
-    rows: str
-    keys: str
-
-    @property
-    def margin(self) -> str:
-        """Of what stands inside the loops."""
-        return "  " * (len(self.loops) - 1)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -398,7 +382,7 @@ def variant_code(
         runs=Decider(facts).runs() if masked else None,
         last_key=Decider(facts).last_key() if by_warpgroup else None,
         classes=Decider(facts, judged).classes(by_parts=cut is not None, in_turn=in_turn) if masked else None,
-        parts=None if cut is None else _parts(cut),
+        parts=None if cut is None else parts_of(cut),
         turns=in_turn,
         uniform=uniform,
         within=_within_bounds(facts) if within_bounds else None,
@@ -425,25 +409,6 @@ def _within_bounds(facts: Facts) -> WithinBounds | None:
         rest=Printer(wide=facts.int64, exact=True).body(rest),
         classes=Decider(found.bounds).classes(),
     )
-
-
-def _parts(cut: Cells) -> Parts:
-    def last(at: str, cell: int, end: str) -> str:
-        return f"min({at} / {cell} * {cell} + {cell - 1}, {end})"
-
-    def loop(at: str, cell: int, first: str, end: str) -> str:
-        return f"for (int {at} = {first}; {at} <= {end}; {at} = ({at} / {cell} + 1) * {cell})"
-
-    where, loops, rows, keys = [], [], "rows", "k_first, k_last"
-    if cut.q is not None:
-        where.append(f"{cut.q} queries")
-        loops.append(loop("q", cut.q, "rows.q_first", "rows.q_last"))
-        rows = f"{{rows.b, rows.h, q, {last('q', cut.q, 'rows.q_last')}}}"
-    if cut.k is not None:
-        where.append(f"{cut.k} keys")
-        loops.append(loop("k", cut.k, "k_first", "k_last"))
-        keys = f"k, {last('k', cut.k, 'k_last')}"
-    return Parts(where=" and of ".join(where), loops=tuple(loops), rows=rows, keys=keys)
 
 
 def _lookups(known: tuple[Node, ...], facts: Facts, *, in_words: bool) -> dict[Node, Lookup]:
