@@ -143,7 +143,7 @@ class Printer:
         """The roots as statements; a subexpression that several others use, or that is long, is named."""
         known: dict[Node, Text] = {}
         uses = Counter(operand for n in self.printed(roots) for operand in self.below(n))
-        self._divided = _exactly_divided(roots)
+        self._divided = frozenset() if self.exact else _exactly_divided(roots)  # all are, where it is exact
         work = _Printing(known, uses, Names(self.taken), roots[-1] if roots else None, carried(roots))
         declarations = self._declared(roots, (), work)
         return Body(tuple(declarations), known[roots[-1]] if roots else Text(""), known)

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import sys
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -344,8 +343,7 @@ def _patched(
             reason = str(error)
     if not torch.compiler.is_compiling():
         _elsewhere(reason)
-    biases = sys.modules.get("torch.nn.attention.bias")
-    if biases is not None and isinstance(attn_mask, biases.CausalBias):
+    if sdpa.is_causal_bias(attn_mask):
         # It asks whether a function is torch.nn.functional's, which PyTorch's own is not while this one stands there,
         # and would have its memory read, where nothing lies.
         found: torch.Tensor = attn_mask._dispatch(query, key, value, attn_mask, **options)

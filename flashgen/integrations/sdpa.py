@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from itertools import combinations
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import nn
@@ -118,8 +117,7 @@ def scaled_dot_product_attention(
     if attn_mask is None:
         rule = CAUSAL if is_causal else FULL
     else:
-        biases = sys.modules.get("torch.nn.attention.bias")  # whoever made one has imported it, which takes a while
-        if biases is not None and isinstance(attn_mask, biases.CausalBias):
+        if is_causal_bias(attn_mask):
             rule = _causal(attn_mask, q.shape[2], k.shape[2], is_causal)
         else:
             _check_dtype(attn_mask)
@@ -153,8 +151,7 @@ def _check_layout(name: str, x: torch.Tensor) -> None:
             " layout=torch.jagged"
         )
         if name == "attn_mask":
-            nearest = f"attn_mask.to_padded_tensor({-math.inf if x.is_floating_point() else False})"
-            nearest = nearest.replace("-inf", "-math.inf")
+            nearest = f"attn_mask.to_padded_tensor({'-math.inf' if x.is_floating_point() else 'False'})"
         raise LaunchError(f"{name} is nested: flashgen takes dense tensors\n  nearest: {nearest}")
     check_layout(name, name, x, "flashgen")
 
@@ -207,6 +204,12 @@ def _check_dtype(mask: torch.Tensor) -> None:
             f"attn_mask is {name}: it is bool, or float16, bfloat16 or float32 that is added to the score\n"
             f"  nearest: attn_mask.{'bool' if not mask.dtype.is_floating_point else 'float'}()"
         )
+
+
+def is_causal_bias(mask: object) -> TypeGuard[Any]:
+    """Whether a mask is PyTorch's CausalBias: whoever made one has imported its module, which takes a while."""
+    biases = sys.modules.get("torch.nn.attention.bias")
+    return biases is not None and isinstance(mask, biases.CausalBias)
 
 
 def _overrides(kind: type[torch.Tensor]) -> bool:

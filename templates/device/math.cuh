@@ -42,14 +42,14 @@ DEVICE float rsqrt_f32(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : 
 
 DEVICE float sigmoid_f32(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
+// tanh of what is not near 0.
+DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
+
 // Near 0, where the difference would lose digits, by the first terms of its series: c * tanh(s / c) is s for large c.
 DEVICE float tanh_f32(float x) {
-  const float far = 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x));
+  const float far = tanh_far(x);
   return fabsf(x) < 0x1p-6f ? fmaf(x * x, x * (-1.f / 3), x) : far;
 }
-
-// The same of what is not near 0.
-DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
 // Within 2^-11 of itself, by one instruction of the special unit in place of two and a division.
 DEVICE float tanh_approx(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

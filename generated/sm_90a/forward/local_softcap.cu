@@ -218,7 +218,7 @@ DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
-// The same of what is not near 0.
+// tanh of what is not near 0.
 DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
 // tanh where |x| <= SMALL_TANH, to 2^-20 of itself, without the special unit: x times a polynomial in x^2.

@@ -239,9 +239,12 @@ DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 
 DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+// tanh of what is not near 0.
+DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
+
 // Near 0, where the difference would lose digits, by the first terms of its series: c * tanh(s / c) is s for large c.
 DEVICE float tanh_f32(float x) {
-  const float far = 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x));
+  const float far = tanh_far(x);
   return fabsf(x) < 0x1p-6f ? fmaf(x * x, x * (-1.f / 3), x) : far;
 }
 
