@@ -42,14 +42,20 @@ DEVICE float rsqrt_f32(float x) { float y; asm("rsqrt.approx.ftz.f32 %0, %1;" : 
 
 DEVICE float sigmoid_f32(float x) { return rcp(1.f + ex2(-LOG2E * x)); }
 
+// What has been made for arguments up to a limit, or for all.  No branch, as NVRTC makes one of `?:` where a side takes
+// long: each score would wait for it, and the backward of a soft cap took 1.6 times as long on an H200.
+DEVICE float if_small(float argument, float limit, float near, float any) {
+  float y;
+  asm("{\n.reg .pred small;\n.reg .f32 size;\nabs.f32 size, %1;\nsetp.le.f32 small, size, %4;\n"
+      "selp.f32 %0, %2, %3, small;\n}" : "=f"(y) : "f"(argument), "f"(near), "f"(any), "f"(limit));
+  return y;
+}
+
 // tanh of what is not near 0.
 DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
 // Near 0, where the difference would lose digits, by the first terms of its series: c * tanh(s / c) is s for large c.
-DEVICE float tanh_f32(float x) {
-  const float far = tanh_far(x);
-  return fabsf(x) < 0x1p-6f ? fmaf(x * x, x * (-1.f / 3), x) : far;
-}
+DEVICE float tanh_f32(float x) { return if_small(x, 0x1p-6f, fmaf(x * x, x * (-1.f / 3), x), tanh_far(x)); }
 
 // Within 2^-11 of itself, by one instruction of the special unit in place of two and a division.
 DEVICE float tanh_approx(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
@@ -60,14 +66,6 @@ constexpr float SMALL_TANH = 1.f;
 DEVICE float small_tanh(float x) {
   const float y = x * x, last = fmaf(fmaf(-0.0030670604f, y, 0.016743114f), y, -0.051605675f);
   return x * fmaf(fmaf(fmaf(last, y, 0.13281433f), y, -0.33329043f), y, 0.9999994f);
-}
-
-// What has been made for small arguments of tanh, or for all.  No branch: it would wait for each score.
-DEVICE float if_small(float argument, float near, float any) {
-  float y;
-  asm("{\n.reg .pred small;\n.reg .f32 size;\nabs.f32 size, %1;\nsetp.le.f32 small, size, %4;\n"
-      "selp.f32 %0, %2, %3, small;\n}" : "=f"(y) : "f"(argument), "f"(near), "f"(any), "f"(SMALL_TANH));
-  return y;
 }
 
 // Abramowitz and Stegun 7.1.26, within 2^-22 of the true value before roundings.
@@ -82,7 +80,7 @@ DEVICE float erf_f32(float x) {
 DEVICE float log1p_f32(float x) {
   const float z = x * rcp(2.f + x), y = z * z;
   const float series = 2.f * z * fmaf(fmaf(fmaf(1.f / 7, y, 0.2f), y, 1.f / 3), y, 1.f);
-  return fabsf(x) < 0.25f ? series : lg2(1.f + x) * LN2;
+  return if_small(x, 0.25f, series, lg2(1.f + x) * LN2);
 }
 
 // x less the nearest multiple of 2 pi, whose leading and trailing digits are subtracted one after the other.
