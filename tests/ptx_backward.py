@@ -37,7 +37,8 @@ DROPOUT = Dropout(p=0.3, seed=1234567890123, offset=5)
 
 
 class Backward:
-    """A backward plan on random input, or on one of `INPUTS`: the forward's results come from the CPU walk."""
+    """A backward plan, or the form of it for `short` sequences, on random input, or on one of `INPUTS`: the forward's
+    results come from the CPU walk."""
 
     def __init__(
         self,
@@ -48,6 +49,7 @@ class Backward:
         deterministic=False,
         dropout=None,
         gradients=(),
+        short=False,
         seed=0,
         inputs=None,
         **shape,
@@ -59,7 +61,8 @@ class Backward:
         if pipeline == "hopper":
             asked = {"pipeline": pipeline, "tile": tile, "deterministic": deterministic, "gradients": gradients}
             asked["dropout"] = dropout is not None
-            self.plan = planner.backward_menu(w.variant, "sm_90a", *dims, **asked).plans[0]
+            menu = planner.backward_menu(w.variant, "sm_90a", *dims, **asked)
+            self.plan = menu.small if short else menu.plans[0]
         else:
             request = KernelRequest.of(
                 *(w.variant, "sm_80", *dims),

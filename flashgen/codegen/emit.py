@@ -12,6 +12,7 @@ from flashgen.analysis.facts import Facts, analyse
 from flashgen.analysis.words import in_words
 from flashgen.codegen import device, params
 from flashgen.codegen.backward import sized, transposed
+from flashgen.codegen.blocks import BlockCode
 from flashgen.codegen.distances import DistanceCode
 from flashgen.codegen.first_tile import ScoresCode
 from flashgen.codegen.fold import folded
@@ -72,6 +73,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "code": found,
         "seq": seq,
         "keys": KeyCode(plan.keys, plan.tile.kv),
+        "of_block": BlockCode(plan.backward is not None and plan.backward.persistent),
         "order": OrderCode(plan),
         "scores": ScoresCode(plan.takes_first_keys, plan.packed),
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],

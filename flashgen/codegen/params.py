@@ -160,6 +160,7 @@ def _backward_fields(plan: KernelPlan) -> tuple[Field, ...]:
     pointers += [Field(name, "float*") for name in workspaces]
     pointers += [Field("dq_semaphore", "u32*")] if how.adds_dq and plan.deterministic else []
     pointers += [Field("progress", "u32*")] if how.dq_in_main_kernel else []
+    pointers += [Field("taken", "u32*")] if how.persistent else []
     pointers += _summaries(plan.summaries)
     pointers += [Field(name, f"{element}*") for name in ("dq", "dk", "dv")]
     pointers += [Field(f"grad_{name}", "float*") for name in plan.gradients]

@@ -173,6 +173,8 @@ def workspaces(
     if layout(plan).dq_in_main_kernel:
         heads = problem.kv_heads * problem.batch
         parts.append(Part(name="progress", amount=4 * (heads + 1), why="a counter a key head, and one of heads"))
+    if layout(plan).persistent:
+        parts.append(Part(name="taken", amount=4, why="how many tiles of keys blocks have taken after their first"))
     if plan.deterministic:
         alone = stored(plan, problem, shapes)
         for name in plan.score_gradients:

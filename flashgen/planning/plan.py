@@ -296,6 +296,11 @@ class Backward:
         return False
 
     @property
+    def persistent(self) -> bool:
+        """Each block has one tile of keys."""
+        return False
+
+    @property
     def lookup_stages(self) -> int:
         """The mask looks up itself what it reads."""
         return 0
@@ -330,6 +335,7 @@ class SpecializedBackward:
     row_threads: int  # of a block of the entries that work on rows alone
     mask: Mask = field(default_factory=MaskByElement)
     judged_in_turn: bool = False  # a tile's conditions are judged one after another through shared memory, else at once
+    persistent: bool = False  # blocks take one tile of keys after another from a counter, else each has one
 
     @property
     def split_dk_dv(self) -> bool:

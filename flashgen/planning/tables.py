@@ -93,12 +93,11 @@ def of(prediction: Prediction) -> tuple[Table, ...]:
 
 def _shape(plan: KernelPlan) -> str:
     """A plan by what tells it from the others of its menu."""
-    form = ", heads packed" if plan.packed else ", dq in kernels of its own" if _dq_apart(plan) else ""
+    form = ", heads packed" if plan.packed else ""
+    if plan.backward is not None:
+        form += "" if plan.backward.dq_in_main_kernel else ", dq in kernels of its own"
+        form += ", blocks take tiles of keys" if plan.backward.persistent else ""
     return f"{plan.tile}, {shown(plan)}{form}"
-
-
-def _dq_apart(plan: KernelPlan) -> bool:
-    return plan.backward is not None and not plan.backward.dq_in_main_kernel
 
 
 def _said_of_sequences(prediction: Prediction) -> str:

@@ -548,9 +548,10 @@ def _backward_grids(plan: KernelPlan, problem: Problem, sms: int, in_memory: _Ro
     layout, batch = plan.backward, 1 if plan.layout.joined else problem.batch
     heads = problem.heads * batch
     q_blocks = _q_tiles(plan, problem, in_memory[0]) * heads
+    kv_tiles = _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch
     found = [
         _grid(plan, "attention_backward_prepare", q_blocks, layout.row_threads),
-        _main_grid(plan, _kv_tiles(plan, problem, in_memory[1]) * problem.kv_heads * batch),
+        _main_grid(plan, min(kv_tiles, sms) if layout.persistent else kv_tiles),
     ]
     if layout.by_query is None:
         blocks = min(q_blocks, FINISH_BLOCKS * sms) if layout.dq_in_main_kernel else q_blocks

@@ -226,6 +226,7 @@ def backward(
     ping_pong: bool,
     deterministic: bool,
     dq_in_main_kernel: bool,
+    persistent: bool,
     judged_in_turn: bool,
     lookup_stages: int,
     lookups: tuple[tuple[str, str, int, bool], ...],
@@ -236,11 +237,13 @@ def backward(
     mask hides everything are skipped by a scheduler, where there may be any (`skips`), which has them in shared memory
     where it judges conditions in turn (`judged_in_turn`); `lookups` are what the mask reads: name, C++ type, bytes of
     an element and whether a query selects it; each thread of the consumers keeps so many `kept_sums`, and a warp so
-    many bytes of each.  Where sequences have lengths of their own the loader's warp clears what it copied from behind a
-    sequence: so it is the last of its warpgroup, whose roles are told by the first of their warps."""
+    many bytes of each. A block takes one tile of keys after another (`persistent`) or has one. Where sequences have
+    lengths of their own the loader's warp clears what it copied from behind a sequence: so it is the last of its
+    warpgroup, whose roles are told by the first of their warps."""
     producer, consumer = registers
     by_query = any(of_query for *_, of_query in lookups)
-    roles = [Role(name="scheduler", warps=1, threads=WARP, registers=producer) if skips else _idle(1, producer)]
+    scheduler = Role(name="scheduler", warps=1, threads=1 if persistent else WARP, registers=producer)
+    roles = [scheduler if skips or persistent else _idle(1, producer)]
     loader = Role(name="loader", warps=1, threads=WARP if layout.own else 1, registers=producer)
     if not layout.own:
         roles.append(loader)
@@ -267,6 +270,7 @@ def backward(
             warps,
             skips=skips,
             dq_in_main_kernel=dq_in_main_kernel,
+            persistent=persistent,
             by_query=by_query,
             deterministic=deterministic,
             own=layout.own,
@@ -299,6 +303,7 @@ def _backward_rings(
     *,
     skips: bool,
     dq_in_main_kernel: bool,
+    persistent: bool,
     by_query: bool,
     deterministic: bool,
     own: bool,
@@ -307,7 +312,7 @@ def _backward_rings(
     arriving = tuple(Party(role=name, arrivals=warps) for name in names)
     waiting = tuple(Party(role=name, arrivals=0) for name in names)
     scheduler, loader = (Party(role="scheduler", arrivals=1),), (Party(role="loader", arrivals=1),)
-    if skips:
+    if skips or persistent:
         yield Ring(
             name="next",
             barrier="next_pipe",
@@ -325,10 +330,38 @@ def _backward_rings(
         producers=loader,
         consumers=arriving,
     )
-    yield _once("k", "k_full", "the block's K", loader, waiting)
-    cleared = (Party(role="dq accumulation", arrivals=1),) * dq_in_main_kernel
-    more, note = (", and leave to add to dq", "v is here, and dq may be added") if dq_in_main_kernel else ("", "")
-    yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
+    if persistent:
+        yield Ring(
+            name="keys",
+            barrier="keys_pipe",
+            carries="a tile of keys to work on, or that none is left",
+            stages=_TWO,
+            producers=scheduler,
+            consumers=(*loader, *arriving),
+            counter="taken",
+        )
+        yield Ring(
+            name="k",
+            barrier="k_pipe",
+            carries="K of a tile of keys",
+            stages=Axis(size=1, text="1"),
+            producers=loader,
+            consumers=arriving,
+        )
+        yield Ring(
+            name="v",
+            barrier="v_full",
+            carries="V of a tile of keys",
+            stages=_ONE,
+            producers=loader,
+            consumers=waiting,
+            freed="with k",
+        )
+    else:
+        cleared = (Party(role="dq accumulation", arrivals=1),) * dq_in_main_kernel
+        more, note = (", and leave to add to dq", "v is here, and dq may be added") if dq_in_main_kernel else ("", "")
+        yield _once("k", "k_full", "the block's K", loader, waiting)
+        yield _once("v", "v_full", "the block's V" + more, (*loader, *cleared), waiting, note)
     if dq_in_main_kernel:
         accumulating = (Party(role="dq accumulation", arrivals=0),)
         yield _once("ending", "ending", "that the last tile of queries is being loaded", loader, accumulating)
@@ -460,6 +493,10 @@ def _backward_members(
     if "next" in of:
         yield declared(_steps("next", _TWO, ctype="SharedStep"), note="what to load next")
         yield declared(_words("u32", "sent"), note="of such")
+    if "next" in of and "keys" in of:
+        yield declared(_words("u32", "taken"), note="tiles of keys that were")
+        yield declared(Member(ctype="Step", name="coming", size=12, alignment=4), note="what is sent next")
+    elif "next" in of:
         yield declared(
             Member(ctype="Looked", name="looked_at", size=8, alignment=4), note="where it looks for the next"
         )
@@ -483,11 +520,17 @@ def _backward_members(
         of_threads = count, Axis(size=2 * WARPS * WARP, text=f"{WARP} * WARPS")
         yield declared(Member(ctype="Kept", name="kept", size=of_warp, alignment=8, axes=of_warps))
         yield declared(_words("float", "kept_sum", *of_threads), note="sums of captured gradients")
-    yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
+    if "keys" in of:
+        yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4, axes=(_TWO,)), note="in turn")
+        yield declared(of["keys"], note="full: they are known; empty: nobody works on them any more")
+        yield declared(of["k"], note="empty: of v too")
+    else:
+        yield declared(Member(ctype="Keys", name="keys", size=24, alignment=4))
     if layout.own:
         yield declared(Member(ctype="Sequence", name="sequence", size=24 if layout.joined else 16, alignment=4))
     yield declared(of["q"], note="full: of q, lse and the step; empty: of all")
-    yield declared(*(of[name] for name in ("d_o", "k", "v", "landed", "ds", "p", "lookups") if name in of))
+    once = ("d_o", *(() if "keys" in of else ("k",)), "v", "landed", "ds", "p", "lookups")
+    yield declared(*(of[name] for name in once if name in of))
     if "semaphore" in of:
         yield declared(of["semaphore"])
         yield declared(
