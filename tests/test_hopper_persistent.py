@@ -8,6 +8,7 @@ from ptx_attention import replace
 from ptx_backward import DROPOUT, Backward, check
 
 from flashgen.bench.cells import cell
+from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 
@@ -57,9 +58,6 @@ MUTATIONS = {
     "K overwritten before it is read": replace("    await_empty(shared.k_pipe, Ring<1>{taken});\n    u64&", "    u64&"),
     "tiles told before they are done": replace("    await_empty(shared.keys_pipe, at);\n", ""),
     "the counter not cleared": replace("  if (blockIdx.x == 0 && threadIdx.x == 0) *p.taken = 0;\n", ""),
-    "the counter read before it is cleared": replace(
-        "DEVICE int next_number() {\n    griddepcontrol_wait();\n", "DEVICE int next_number() {\n"
-    ),
     "dk of the tile before kept": replace("dk[i] = 0.f;", "dk[i] *= 1.f;"),
     "dQ of the tile before added": replace("      dq_tile = -1;\n", ""),
     "dS before the first not 0": replace("none[i] = {};", "none[i] = none[i];"),
@@ -78,6 +76,16 @@ MUTATIONS = {
 def test_mutations_are_noticed(name):
     b = Backward("causal", pipeline="hopper", short=True, head_dim=128, q_len=150, kv_len=260, **HEADS)
     assert any(b.fails(MUTATIONS[name], seed=seed, sms=2) for seed in range(3))
+
+
+@pytest.mark.slow
+def test_the_counter_is_read_when_it_has_been_cleared():
+    """A tile with few steps is sent before the kernel that clears the counter has ended."""
+    b = Backward("full", pipeline="hopper", short=True, heads=3, kv_heads=3, head_dim=128, q_len=70, kv_len=140)
+    assert b.wrong(b.run(sms=2)) == []
+    waits = replace("  DEVICE int next_number() {\n    griddepcontrol_wait();\n", "  DEVICE int next_number() {\n")
+    with pytest.raises(errors.Trap, match="taken"):
+        b.run(waits, sms=2)
 
 
 def test_who_takes_tiles_of_keys_one_after_another():

@@ -29,7 +29,7 @@ from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups, word_lookups
 from flashgen.planning.members import Launches, SoftCap
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.plan import KernelPlan, Tile
+from flashgen.planning.plan import KernelPlan, SpecializedBackward, Tile
 from flashgen.planning.profile import profile
 from flashgen.resources import folder
 
@@ -42,6 +42,9 @@ if TYPE_CHECKING:
 _PLACES = {"wrappers": ("// PTX wrappers", device.WRAPPERS), "library": ("// library", device.LIBRARY)}
 
 _WIDTH = 116  # of a line, less a margin
+
+#: Queries and keys that have the form of a backward for short sequences.
+SHORT_SEQLEN = 1024
 
 #: What stands before the command that gives a file again.
 _MADE_BY = "made by"
@@ -180,8 +183,11 @@ def _command(plan: KernelPlan, spec: str, width: int) -> list[str]:
     options = [("arch", plan.arch), ("pipeline", plan.pipeline), ("dtype", plan.dtype), ("head-dim", plan.head_dim)]
     if plan.v_head_dim != plan.head_dim:
         options.append(("v-head-dim", plan.v_head_dim))
-    options.append(("tile", plan.tile))
-    options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
+    if isinstance(plan.backward, SpecializedBackward) and plan.backward.short:
+        options.append(("seqlen", SHORT_SEQLEN))  # a tile that is fixed has one form
+    else:
+        options.append(("tile", plan.tile))
+        options += [(name.replace("_", "-"), value) for name, value in plan.integers().items()]
     if plan.float8 is not None:
         options += plan.float8.options()
     if plan.layout.own:

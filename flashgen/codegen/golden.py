@@ -28,6 +28,9 @@ DTYPE, HEAD_DIM = "bfloat16", 128
 #: Specs whose backward of pipeline hopper, where it differs in kind from that of HEAD_DIM, is kept at this one too.
 WIDE, WIDE_SPECS = 256, ("causal", "full", "softcap")
 
+#: The spec whose backward for short sequences is kept too.
+SHORT = "causal"
+
 #: The spec whose forwards of packed heads are kept too.
 PACKED = "causal_bottom_right"
 
@@ -77,9 +80,9 @@ class Golden:
 
 def goldens() -> Iterator[Golden]:
     """Every kept file: the main plans of each shipped spec, forward and backward, in bfloat16, at head_dim 128 or the
-    largest it allows, where the pipeline serves them; WIDE backwards, forwards of PACKED heads, one of them for few
-    queries over keys of 8 bits, forwards of 8 bits, a mask in words, and OPTIONS; and kernels that make tensors of 8
-    bits."""
+    largest it allows, where the pipeline serves them; WIDE backwards and a SHORT one, forwards of PACKED heads, one of
+    them for few queries over keys of 8 bits, forwards of 8 bits, a mask in words, and OPTIONS; and kernels that make
+    tensors of 8 bits."""
     for pipeline, arch in KEPT:
         for name, path in sorted(shipped().items()):
             variant = load_spec(path).bind()
@@ -94,6 +97,9 @@ def goldens() -> Iterator[Golden]:
         plan = planner.backward_menu(load_spec(shipped()[name]).bind(), "sm_90a", DTYPE, WIDE).plans[0]
         path = Path(plan.arch, plan.pass_name, f"head_dim_{WIDE}", f"{name}.cu")
         yield Golden(path=path, text=emit(plan), plan=plan)
+    short = planner.backward_menu(load_spec(shipped()[SHORT]).bind(), "sm_90a", DTYPE, HEAD_DIM).small
+    assert short is not None  # pipeline hopper has such a form
+    yield Golden(path=Path(short.arch, short.pass_name, "short", f"{SHORT}.cu"), text=emit(short), plan=short)
     for _, arch in KEPT:
         plan = planner.menu(load_spec(shipped()[PACKED]).bind(), arch, DTYPE, HEAD_DIM, packed=True).plans[0]
         yield Golden(path=Path(arch, plan.pass_name, "packed", f"{PACKED}.cu"), text=emit(plan), plan=plan)

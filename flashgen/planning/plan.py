@@ -336,6 +336,7 @@ class SpecializedBackward:
     mask: Mask = field(default_factory=MaskByElement)
     judged_in_turn: bool = False  # a tile's conditions are judged one after another through shared memory, else at once
     persistent: bool = False  # blocks take one tile of keys after another from a counter, else each has one
+    short: bool = False  # the form for short sequences, where that is another
 
     @property
     def split_dk_dv(self) -> bool:

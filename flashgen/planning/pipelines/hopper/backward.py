@@ -18,7 +18,7 @@ slower nevertheless, 0.83x: one buffer of dS is all that fits, and each step wai
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 
 from flashgen.analysis.conditions import conditions
@@ -544,6 +544,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             mask=mask(c, request),
             judged_in_turn=judged_in_turn(c, request),
             persistent=persistent(c, request),
+            short=c.short,
         ),
     )
 
@@ -551,7 +552,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
 def for_short(found: KernelPlan, request: KernelRequest) -> KernelPlan | None:
     """The same kernel in the form for short sequences, where that is another."""
     short = plan(Candidate(tile=found.tile, stages=found.stages, short=True), request)
-    return None if short.backward == found.backward else short
+    return None if replace(_layout(short), short=False) == _layout(found) else short
 
 
 def clocks(plan: KernelPlan, arch: Arch) -> dict[str, float]:
