@@ -67,10 +67,11 @@ class Translator:
         self.constants: dict[str, bool] = {}  # predicates set from constants in inline assembly, until set again
 
     def slot(self, spec: SlotSpec) -> int:
-        if spec not in self.known:
+        known = self.known.get(spec)
+        if known is None:
             self.specs.append(spec)
-            self.known[spec] = len(self.specs)  # slot 0 is the group
-        return self.known[spec]
+            known = self.known[spec] = len(self.specs)  # slot 0 is the group
+        return known
 
     def place(self, reg: Reg) -> tuple[int, int]:
         """(bank, index) of a register."""

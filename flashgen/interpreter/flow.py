@@ -54,8 +54,14 @@ def together(item: Instruction | Probe) -> tuple[bool, Operand | None]:
     return False, None
 
 
+#: What the opcodes of SUSPENDING begin with, which few others do.
+_MAY_SUSPEND = {s[0] for s in SUSPENDING}
+
+
 def _suspends(item: Instruction | Probe) -> bool:
-    return isinstance(item, Instruction) and any(item.parts[: len(s)] == s for s in SUSPENDING)
+    if not isinstance(item, Instruction) or item.parts[0] not in _MAY_SUSPEND:
+        return False
+    return any(item.parts[: len(s)] == s for s in SUSPENDING)
 
 
 def split(entry: Entry) -> Graph:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from flashgen.interpreter.errors import PtxSyntaxError
 
@@ -139,7 +139,7 @@ _TOKEN = re.compile(
       | (?P<number>0[fF][0-9a-fA-F]{8}\b|0[dD][0-9a-fA-F]{16}\b|0[xX][0-9a-fA-F]+U?|\d+\.\d+(?:[eE][-+]?\d+)?|\d+U?)
       | (?P<word>[%$._A-Za-z][\w$.%]*(?:::[\w.]+)*)
       | (?P<mark>[{}\[\](),;:+\-|!@<>=])
-      | (?P<space>\s+)""",
+      | (?P<other>\S)""",
     re.X,
 )
 _COMMENT = re.compile(r"/\*.*?\*/|//[^\n]*", re.S)
@@ -163,9 +163,8 @@ def _strip(match: re.Match[str]) -> str:
     return f".probe {probe[1]};" if probe else "\n" * match[0].count("\n") or " "
 
 
-@dataclass(frozen=True, slots=True)
-class _Token:
-    kind: str
+class _Token(NamedTuple):
+    kind: str | None
     text: str
     line: int
 
@@ -173,14 +172,11 @@ class _Token:
 def _tokens(text: str) -> list[_Token]:
     out = []
     for number, line in enumerate(_COMMENT.sub(_strip, text).split("\n"), 1):
-        at = 0
-        while at < len(line):
-            match = _TOKEN.match(line, at)
-            if match is None:
+        for match in _TOKEN.finditer(line):
+            if match.lastgroup == "other":
+                at = match.start()
                 raise PtxSyntaxError(f"cannot read {line[at : at + 20]!r}", line=number, text=line.strip())
-            at = match.end()
-            if match.lastgroup != "space":
-                out.append(_Token(str(match.lastgroup), match[0], number))
+            out.append(_Token(match.lastgroup, match[0], number))
     return out
 
 
@@ -188,6 +184,7 @@ class _Parser:
     def __init__(self, text: str) -> None:
         self.lines = text.split("\n")
         self.tokens = _tokens(text)
+        self.texts = [*(token.text for token in self.tokens), "", ""]  # `peek` looks one ahead
         self.at = 0
         self.source = Source("", [], {})
         self.scopes: list[dict[str, Reg]] = []
@@ -196,8 +193,7 @@ class _Parser:
 
     # ------------------------------------------------------------------ tokens
     def peek(self, ahead: int = 0) -> str:
-        at = self.at + ahead
-        return self.tokens[at].text if at < len(self.tokens) else ""
+        return self.texts[self.at + ahead]
 
     @property
     def line(self) -> int:
@@ -219,9 +215,11 @@ class _Parser:
         return token
 
     def accept(self, *texts: str) -> str:
-        if self.peek() in texts:
-            return self.next().text
-        return ""
+        text = self.texts[self.at]
+        if text not in texts:
+            return ""
+        self.at += 1
+        return text
 
     def expect(self, text: str) -> None:
         if not self.accept(text):
@@ -402,7 +400,7 @@ class _Parser:
         """Labels of the scope that starts here (not those of scopes within it)."""
         depth, found, at = 0, set(), self.at
         while depth >= 0 and at < len(self.tokens):
-            text = self.tokens[at].text
+            text = self.texts[at]
             if text == "{":
                 depth += 1
             elif text == "}":
@@ -463,7 +461,7 @@ class _Parser:
             if not self.accept(",") and self.token.text != ";":
                 raise self.fail(f"expected ',' or ';', found {self.peek()!r}")
         text = self.lines[line - 1].strip() if self.tokens[start].line == line else token.text
-        return Instruction(line, text, tuple(_split(token.text)), tuple(operands), guard, negated)
+        return Instruction(line, text, tuple(token.text.split(".")), tuple(operands), guard, negated)
 
     def operand(self) -> Operand:
         first = self.single()
@@ -472,6 +470,26 @@ class _Parser:
         return first
 
     def single(self) -> Operand:
+        token = self.token
+        if token.kind == "number" or token.text == "-":
+            return self.immediate()
+        if token.kind != "word":
+            return self.marked()
+        self.at += 1
+        if token.text == "_":
+            return Sink()
+        for scope in reversed(self.scopes):
+            if token.text in scope:
+                return scope[token.text]
+        if token.text.startswith("%"):
+            return Reg(token.text, "")
+        offset = 0
+        if self.peek() in ("+", "-"):
+            offset = self.integer() if self.peek() == "-" else (self.next(), self.integer())[1]
+        return Sym(token.text, offset)
+
+    def marked(self) -> Operand:
+        """An operand that begins with a mark."""
         if self.accept("!"):
             reg = self.single()
             if not isinstance(reg, Reg):
@@ -485,23 +503,7 @@ class _Parser:
             return Vec(tuple(items))
         if self.accept("["):
             return self.memory()
-        token = self.token
-        if token.kind == "number" or token.text == "-":
-            return self.immediate()
-        if token.kind != "word":
-            raise self.fail(f"{token.text!r} is no operand")
-        self.next()
-        if token.text == "_":
-            return Sink()
-        for scope in reversed(self.scopes):
-            if token.text in scope:
-                return scope[token.text]
-        if token.text.startswith("%"):
-            return Reg(token.text, "")
-        offset = 0
-        if self.peek() in ("+", "-"):
-            offset = self.integer() if self.peek() == "-" else (self.next(), self.integer())[1]
-        return Sym(token.text, offset)
+        raise self.fail(f"{self.peek()!r} is no operand")
 
     def immediate(self) -> Imm:
         sign = -1 if self.accept("-") else 1
@@ -530,11 +532,6 @@ class _Parser:
         if not isinstance(base, Reg | Sym | Imm):
             raise self.fail("an address must be a register, a variable or a number")
         return Mem(base, offset, coords)
-
-
-def _split(opcode: str) -> Iterator[str]:
-    """Split at single dots (`shared::cta` stays whole)."""
-    yield from opcode.split(".")
 
 
 def parse(text: str) -> Source:
