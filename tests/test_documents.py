@@ -49,10 +49,10 @@ def prose(text: str) -> str:
 
 
 def commands():
-    """The lines; a sweep over all specs takes as long as the others together."""
+    """The lines; a sweep over all specs takes as long as the others together, and a build of whole menus as long."""
     at_night = pytest.mark.nightly(sibling="test_commands_run")
     for line in (line for p in marked("commands") for line in p.values[0].strip().splitlines()):
-        yield pytest.param(line, marks=at_night) if "--sweep" in line else line
+        yield pytest.param(line, marks=at_night) if re.search("--sweep|^flashgen build", line) else line
 
 
 @pytest.mark.slow
