@@ -113,7 +113,7 @@ def test_layouts_are_served_beside_each_choice_of_keys():
 
 @pytest.mark.slow
 def test_four_fifths_of_pairs_are_accepted():
-    cells = [cell for i, cell in enumerate(GRID) if i % 4 in (0, 3)]  # one dtype of each, in turns
+    cells = [cell for i, cell in enumerate(GRID) if i % 8 in (0, 5)]  # every second, of each one dtype, in turns
     asked = [request for cell in cells for request in requests(*cell)]
     accepted = sum(bool(forms(request)) for request in asked)
     assert accepted >= 0.8 * len(asked), f"{accepted} of {len(asked)}"
