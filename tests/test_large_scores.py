@@ -1,5 +1,7 @@
 """Scores that float32 does not tell from their neighbours: masks that add a large number, as many models make them."""
 
+import dataclasses
+
 import numpy as np
 import ptx_backward
 import pytest
@@ -40,6 +42,20 @@ def test_rows_that_a_large_bias_hides_in_their_first_tiles(pipeline, dtype, larg
 def test_a_score_that_is_large_by_itself(pipeline):
     w = work(chosen, pipeline)
     assert w.wrong(w.run()) == ()
+
+
+@pytest.mark.slow
+@pytest.mark.sampled("ampere-float16", "hopper-bfloat16")
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
+def test_a_score_function_keeps_rows_of_products_that_are_large(pipeline, dtype):
+    """As docs/limits.md says: without one the scaled maximum is rounded, and products are not."""
+    by_function, without = (
+        dataclasses.replace(work(variant, pipeline, dtype=dtype, q_len=40), scale=1e10)
+        for variant in (fg.variant(score=lambda s, b, h, q, k: s), fg.variant())
+    )
+    assert by_function.wrong(by_function.run()) == ()
+    assert without.wrong(without.run())
 
 
 @pytest.mark.slow
