@@ -179,6 +179,14 @@ def test_what_is_not_finite_is_kept():
     assert found.v_descale[0, 0, 0] == v[0, 0, :128].float().nan_to_num(0, 0, 0).abs().max() / 448
 
 
+@pytest.mark.parametrize("column, lost", [(3, range(64)), (70, range(64, 96))])
+def test_what_is_not_finite_is_lost_with_its_block(column, lost):
+    q, k, v = inputs(20, 96)
+    q[0, 0, 7, column] = torch.inf
+    found = flashgen.quantize(q, k, v).q.float().isnan()
+    assert found.sum() == len(lost) and found[0, 0, 7, lost].all()
+
+
 def test_zeros_and_no_rows():
     q, k, v = inputs(16)
     found = flashgen.quantize(q, torch.zeros_like(k), v)

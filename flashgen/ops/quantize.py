@@ -70,7 +70,8 @@ def quantize(
     With `q_lengths` and `kv_lengths` (int32 [batch], read on the device) rows beyond count for no scale and no mean,
     whatever they hold.  Codes of rows that are no sequence's are 0 on a CPU, and not written on a GPU.
 
-    The peak is that of finite values.  A NaN stays one, an infinity becomes one; in a rotated row all elements do.
+    The peak is that of finite values.  A NaN stays one, an infinity becomes one; in a rotated row all elements
+    of its block do.
     No gradient flows.  Raises LaunchError and PlanError before anything runs.
     Source: Shah et al. 2024, "FlashAttention-3", section 3.3 (incoherent processing); Zhang et al. 2024,
     "SageAttention", section 4.2 (smoothing); Su et al. 2021, "RoFormer", section 3.2.2 (rotary embedding).
