@@ -149,6 +149,14 @@ def test_nothing_to_attend_and_nobody_who_does():
         assert torch.equal(scaled_dot_product_attention(q, k, k), torch.zeros(batch, 2, q_len, 8))
 
 
+@pytest.mark.parametrize("key_heads, value_heads", [(0, 0), (1, 1), (1, 0), (0, 1)])
+def test_no_query_heads_beside_a_key_head_that_broadcasts(key_heads, value_heads):
+    q, k, v = (torch.randn(2, heads, 4, 8, requires_grad=True) for heads in (0, key_heads, value_heads))
+    o = scaled_dot_product_attention(q, k, v)
+    assert o.shape == torch.nn.functional.scaled_dot_product_attention(q, k, v).shape == (2, 0, 4, 8)
+    assert not any(gradient.any() for gradient in torch.autograd.grad(o.sum(), (q, k, v)))
+
+
 def test_dropout_is_torch_s_generator_s():
     q, k, v = tensors(SHAPES["square"])
     torch.manual_seed(5)

@@ -179,7 +179,7 @@ def _broadcasts(size: int, to: int) -> bool:
 
 def _alike(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Heads that broadcast as PyTorch's do where groups are not asked for; one key head is a group of all."""
-    heads = max(x.shape[1] for x in (q, k, v))
+    heads = max(x.shape[1] for x in (q, k, v)) if q.shape[1] else 0
     if not all(_broadcasts(x.shape[1], heads) for x in (q, k, v)):
         raise LaunchError(
             f"query has {q.shape[1]} heads, key {k.shape[1]} and value {v.shape[1]}: without groups they are alike\n"
