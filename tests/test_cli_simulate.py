@@ -45,5 +45,10 @@ def test_a_kernel_that_does_not_end_in_time():
     assert "Traceback" not in ran.err
 
 
-def test_nothing_to_execute():
-    assert "launches no kernel" in flashgen("simulate", "full", *SMALL, "--seqlen", "0", code=2).err
+@pytest.mark.parametrize(
+    "option, what, cure",
+    [("--seqlen", "q_len", "one query"), ("--heads", "heads", "one query head"), ("--batch", "batch", "one sequence")],
+)
+def test_nothing_to_execute(option, what, cure):
+    found = flashgen("simulate", "full", *SMALL, option, "0", code=2).err
+    assert f"a problem of {what} 0 has no output, and launches no kernel\n  nearest: {cure}" in found

@@ -158,8 +158,9 @@ class _Tensors:
     """The tensors of one call, contiguous in memory, and the launch on them."""
 
     def __init__(self, plan: KernelPlan, case: Case) -> None:
-        if 0 in (case.sizes["batch"], case.sizes["heads"], case.sizes["q_len"]):
-            raise LaunchError("a problem without any output element launches no kernel")
+        for name, what in (("batch", "sequence"), ("heads", "query head"), ("q_len", "query")):
+            if case.sizes[name] == 0:
+                raise LaunchError(f"a problem of {name} 0 has no output, and launches no kernel\n  nearest: one {what}")
         self.plan, self.case, self.memory = plan, case, Memory()
         self.addresses: dict[str, int] = {}
         self.strides: dict[str, tuple[int, int, int]] = {}
