@@ -1030,6 +1030,7 @@ struct Consumer {
         release_tiles();
       }
       const Keys keys = shared.keys[taken % 2];
+      __syncwarp();  // all lanes have read it
       release(shared.keys_pipe, Ring<2>{taken});
       store_all(keys);
     }
