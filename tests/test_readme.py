@@ -39,7 +39,7 @@ def test_one_command_installs_and_runs_the_tests():
     venv, install, job = steps("test")
     assert venv == steps("run")[0]
     assert install == f".venv/bin/pip install {PINNED} -e '.[test]'"
-    assert job == ".venv/bin/pytest -n auto --durations=15"
+    assert job == ".venv/bin/pytest -n auto --dist worksteal --durations=15"
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     assert "test" in extras and any(name.startswith("pytest") for name in extras["test"])
 
