@@ -155,7 +155,7 @@ SCALED = {
 }
 
 
-@pytest.mark.sampled("shifted-sm_80", "of_positions-sm_90a")
+@pytest.mark.sampled("of_positions-sm_80", "of_positions-sm_90a")
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in SCALED for arch in ("sm_80", "sm_90a")])
 def test_a_shift_by_31_is_no_product_with_minus_2_to_31(name, arch):

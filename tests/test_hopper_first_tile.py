@@ -96,7 +96,7 @@ def test_heads_that_share_keys_fill_tiles():
 )
 def test_each_part_of_it_is_needed(tile, kv_len, edit):
     w = diagonal(tile, "causal_bottom_right", q_len=100, kv_len=kv_len)
-    with contextlib.suppress(errors.PtxError):
+    with contextlib.suppress(errors.Trap):
         assert w.wrong(w.run(edit, step_limit=4_000_000)) != ()
 
 
