@@ -44,12 +44,12 @@ def variants() -> dict[str, Variant]:
 
 
 def plans(variant: Variant, asked: Asked) -> tuple[KernelPlan, ...]:
-    """The menu of what is asked; raises PlanError."""
+    """The menu of what is asked, of a backward with its form for short sequences; raises PlanError."""
     where = variant, asked.arch, asked.dtype, asked.head_dim
     if asked.kind == "forward":
         return planner.menu(*where).plans
     gradients = differentiable_of(variant) if asked.kind == "gradients" else ()
-    return planner.backward_menu(*where, gradients=gradients).plans
+    return planner.backward_menu(*where, gradients=gradients).forms
 
 
 def grid(
