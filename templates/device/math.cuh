@@ -55,7 +55,7 @@ DEVICE float if_small(float argument, float limit, float near, float any) {
 DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
 // Near 0, where the difference would lose digits, by the first terms of its series: c * tanh(s / c) is s for large c.
-DEVICE float tanh_f32(float x) { return if_small(x, 0x1p-6f, fmaf(x * x, x * (-1.f / 3), x), tanh_far(x)); }
+DEVICE float tanh_f32(float x) { return if_small(x, 0x1p-6f, x * fmaf(x * x, -1.f / 3, 1.f), tanh_far(x)); }
 
 // Within 2^-11 of itself, by one instruction of the special unit in place of two and a division.
 DEVICE float tanh_approx(float x) { float y; asm("tanh.approx.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }

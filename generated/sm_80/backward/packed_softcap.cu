@@ -94,7 +94,7 @@ DEVICE float if_small(float argument, float limit, float near, float any) {
 DEVICE float tanh_far(float x) { return 1.f - 2.f * rcp(1.f + ex2(2.f * LOG2E * x)); }
 
 // Near 0, where the difference would lose digits, by the first terms of its series: c * tanh(s / c) is s for large c.
-DEVICE float tanh_f32(float x) { return if_small(x, 0x1p-6f, fmaf(x * x, x * (-1.f / 3), x), tanh_far(x)); }
+DEVICE float tanh_f32(float x) { return if_small(x, 0x1p-6f, x * fmaf(x * x, -1.f / 3, 1.f), tanh_far(x)); }
 
 // The nearest index of a dimension.
 template <typename T> DEVICE T clamp_index(T i, int size) { return min(max(i, T(0)), T(size - 1)); }
