@@ -60,7 +60,7 @@ MUTATIONS = {
     "dk of the tile before kept": replace("dk[i] = 0.f;", "dk[i] *= 1.f;"),
     "dQ of the tile before added": replace("      dq_tile = -1;\n", ""),
     "dS before the first not 0": replace("none[i] = {};", "none[i] = none[i];"),
-    "dS counted by steps": replace("    exchanged++;\n    release_tiles();", "    release_tiles();"),
+    "dS counted by steps": replace("        exchanged++;\n        release_tiles();", "        release_tiles();"),
     "V of the first tile for all": replace("mbarrier_wait(shared.v_full, taken % 2);\n    m", "\n    m"),
     "the last queries not released": replace(
         "    release(shared.pipe, Ring<STAGES>{ring.passed - 1});\n    release", "    release"

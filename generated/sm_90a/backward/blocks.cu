@@ -917,6 +917,28 @@ struct Consumer {
     return now.last;
   }
 
+  // There is no step before the first: its dS is 0.
+  DEVICE void share_no_ds() {
+    auto& none = *(Chunk (*)[TILE_Q * 8])&shared.ds[ds_ring().stage()][warpgroup];
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) none[i] = {};
+    announce_ds(ds_ring());
+  }
+
+  // All tiles of queries of one tile of keys, and dQ of the last of them.
+  DEVICE void visit_all(DQ& dq) {
+    if (warpgroup == 1) pass_turn();
+    bool last = false;
+#pragma unroll 1
+    while (!last) last = step();
+    if (warpgroup == 0) take_turn();
+    wgmma_wait_group<0>();
+    pin(dk);
+    await_ds();
+    issue_dq(dq);
+    wgmma_wait_group<0>();
+    pin(dq);
+  }
+
   // Rows of dk or dv.  The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a
   // row.
   template <int WIDTH, int N>
@@ -939,32 +961,28 @@ struct Consumer {
       }
   }
 
+  template <int N> DEVICE void store_dv(const float (&d)[N], const Keys& keys) {
+    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, d, 1.f,
+        keys);
+  }
+
+  template <int N> DEVICE void store_dk(const float (&d)[N], const Keys& keys) {
+    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, d,
+        p.scale, keys);
+  }
+
   DEVICE void run() {
-    // There is no step before the first: its dS is 0.
-    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) ((Chunk*)shared.ds[0][warpgroup])[i] = {};
-    announce_ds(ds_ring());
+    share_no_ds();
     await_full(shared.pipe, ring);
     if (shared.step[0].tile >= 0) {
       mbarrier_wait(shared.k_full, 0);
-      if (warpgroup == 1) pass_turn();
-      bool last = false;
-#pragma unroll 1
-      while (!last) last = step();
-      if (warpgroup == 0) take_turn();
-      wgmma_wait_group<0>();
-      pin(dk);
-      await_ds();
       DQ dq;
-      issue_dq(dq);
-      wgmma_wait_group<0>();
-      pin(dq);
+      visit_all(dq);
       add_dq(dq);
     }
     const Keys keys = shared.keys;
-    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
-        1.f, keys);
-    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
-        p.scale, keys);
+    store_dv(dv, keys);
+    store_dk(dk, keys);
   }
 };
 

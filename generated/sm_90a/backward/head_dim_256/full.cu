@@ -768,6 +768,16 @@ struct Consumer {
       }
   }
 
+  template <int N> DEVICE void store_dv(const float (&d)[N], const Keys& keys) {
+    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, d, 1.f,
+        keys);
+  }
+
+  template <int N> DEVICE void store_dk(const float (&d)[N], const Keys& keys) {
+    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, d,
+        p.scale, keys);
+  }
+
 };
 
 // S and P: dV += P^T dO.
@@ -835,8 +845,7 @@ struct DvConsumer : Consumer {
       finish_dq();
     }
     const Keys keys = shared.keys;
-    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
-        1.f, keys);
+    store_dv(dv, keys);
   }
 };
 
@@ -933,8 +942,7 @@ struct DkConsumer : Consumer {
       finish_dq();
     }
     const Keys keys = shared.keys;
-    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
-        p.scale, keys);
+    store_dk(dk, keys);
   }
 };
 

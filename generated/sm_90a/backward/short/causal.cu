@@ -951,6 +951,28 @@ struct Consumer {
     return now.last;
   }
 
+  // There is no step before the first: its dS is 0.
+  DEVICE void share_no_ds() {
+    auto& none = *(Chunk (*)[TILE_Q * 8])&shared.ds[ds_ring().stage()][warpgroup];
+    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) none[i] = {};
+    announce_ds(ds_ring());
+  }
+
+  // All tiles of queries of one tile of keys, and dQ of the last of them.
+  DEVICE void visit_all(DQ& dq) {
+    if (warpgroup == 1) pass_turn();
+    bool last = false;
+#pragma unroll 1
+    while (!last) last = step();
+    if (warpgroup == 0) take_turn();
+    wgmma_wait_group<0>();
+    pin(dk);
+    await_ds();
+    issue_dq(dq);
+    wgmma_wait_group<0>();
+    pin(dq);
+  }
+
   // Rows of dk or dv.  The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a
   // row.
   template <int WIDTH, int N>
@@ -973,11 +995,13 @@ struct Consumer {
       }
   }
 
-  // The gradients of one tile of keys, which no later one touches.
-  DEVICE void store_all(const Keys& keys) {
-    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, dv,
-        1.f, keys);
-    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, dk,
+  template <int N> DEVICE void store_dv(const float (&d)[N], const Keys& keys) {
+    store<V_HEAD_DIM>(p.dv + keys.b * p.dv_batch + keys.kv_head * p.dv_head + keys.k_first * p.dv_row, p.dv_row, d, 1.f,
+        keys);
+  }
+
+  template <int N> DEVICE void store_dk(const float (&d)[N], const Keys& keys) {
+    store<HEAD_DIM>(p.dk + keys.b * p.dk_batch + keys.kv_head * p.dk_head + keys.k_first * p.dk_row, p.dk_row, d,
         p.scale, keys);
   }
 
@@ -985,29 +1009,6 @@ struct Consumer {
   DEVICE void release_tiles() {
     release(shared.pipe, Ring<STAGES>{ring.passed - 1});
     release(shared.k_pipe, Ring<1>{taken});
-  }
-
-  // All tiles of queries of one tile of keys.
-  DEVICE void visit_all() {
-    // There is no step before the first: its dS is 0.
-    auto& none = *(Chunk (*)[TILE_Q * 8])&shared.ds[ds_ring().stage()][warpgroup];
-    for (int i = thread_index() % 128; i < TILE_Q * 8; i += 128) none[i] = {};
-    announce_ds(ds_ring());
-    if (warpgroup == 1) pass_turn();
-    bool last = false;
-#pragma unroll 1
-    while (!last) last = step();
-    if (warpgroup == 0) take_turn();
-    wgmma_wait_group<0>();
-    pin(dk);
-    await_ds();
-    DQ dq;
-    issue_dq(dq);
-    wgmma_wait_group<0>();
-    pin(dq);
-    exchanged++;
-    release_tiles();
-    add_dq(dq);
   }
 
   DEVICE void run() {
@@ -1023,7 +1024,12 @@ struct Consumer {
       await_full(shared.k_pipe, Ring<1>{taken});
       await_full(shared.pipe, ring);
       if (shared.step[ring.stage()].tile >= 0) {
-        visit_all();
+        share_no_ds();
+        DQ dq;
+        visit_all(dq);
+        exchanged++;
+        release_tiles();
+        add_dq(dq);
       } else {
         mbarrier_wait(shared.v_full, taken % 2);
         ring.passed++;
@@ -1032,7 +1038,8 @@ struct Consumer {
       const Keys keys = shared.keys[taken % 2];
       __syncwarp();  // all lanes have read it
       release(shared.keys_pipe, Ring<2>{taken});
-      store_all(keys);
+      store_dv(dv, keys);
+      store_dk(dk, keys);
     }
   }
 };
