@@ -37,8 +37,8 @@ DROPOUT = Dropout(p=0.3, seed=1234567890123, offset=5)
 
 
 class Backward:
-    """A backward plan, or the form of it for `short` sequences, on random input, or on one of `INPUTS`: the forward's
-    results come from the CPU walk."""
+    """A backward plan, or the form of it for `short` sequences, on random input, of which the `large_key` has 40 times
+    the scores, or on one of `INPUTS`: the forward's results come from the CPU walk."""
 
     def __init__(
         self,
@@ -52,6 +52,7 @@ class Backward:
         short=False,
         seed=0,
         inputs=None,
+        large_key=None,
         **shape,
     ):
         wide = max(shape.get("head_dim", 64), shape.get("v_head_dim", 0)) > 128
@@ -82,6 +83,10 @@ class Backward:
         if inputs is not None:
             *qkv, self.d_o = (x.contiguous() for x in draw(p, seed, inputs, device="cpu"))
             self.forward = w = dataclasses.replace(w, qkv=tuple(qkv))
+        if large_key is not None:
+            q, k, v = w.qkv
+            larger = torch.where(torch.arange(p.kv_len)[:, None] == large_key, 40, 1)
+            self.forward = w = dataclasses.replace(w, qkv=(q, k * larger, v))
         arrays = [x.float().numpy() for x in w.qkv]
         o, self.lse, _ = tiles.walk(w.plan, w.facts, w.case, *arrays, scale=w.scale, dtype=p.dtype, dropout=dropout)
         self.o = torch.from_numpy(o).to(w.qkv[0].dtype).float().numpy()

@@ -78,6 +78,26 @@ def test_every_op_has_a_case():
     assert {name for name, _ in CASES} == set(OPS)
 
 
+def test_tanh_by_polynomials():
+    """Both meet at SMALL_TANH, and keep what matters at their ends: digits of tanh near 0, those of 1 - tanh near 1."""
+    small = np.linspace(-0.75, 0.75, 1024, dtype=np.float32)
+    large = np.copysign(np.geomspace(0.75, 30, 1024), np.arange(1024) % 2 - 0.5).astype(np.float32)
+    found = [np.full(1024, np.nan, np.float32) for _ in range(3)]
+    calls = "small_tanh(in0[i])", "large_tanh(in1[i])", "small_tanh(8.f * in0[i], 0.125f)"
+    body = "".join(f"  out{n}[i] = {call};\n" for n, call in enumerate(calls))
+    run(body, [("float", small), ("float", large)], [("float", x) for x in found])
+    right = np.tanh(small.astype(np.float64)), np.tanh(large.astype(np.float64))
+    rounding = 2.0**-23
+    assert np.abs(found[0] - right[0]).max() <= 2.0**-17.4 + rounding
+    np.testing.assert_array_equal(found[2], found[0])  # a unit that is a power of two changes no bit
+    near = np.abs(small) < 0.01
+    np.testing.assert_allclose(found[0][near], right[0][near], rtol=2.0**-21)
+    assert np.abs(found[1] - right[1]).max() <= 2.0**-17.7 + rounding
+    rest = 1 - np.abs(right[1])
+    np.testing.assert_allclose(1 - np.abs(found[1].astype(np.float64)), rest, rtol=2.0**-16, atol=2 * rounding)
+    assert (np.sign(found[1]) == np.sign(large)).all()
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("exact", [False, True])
 def test_ops_on_numbers(exact):

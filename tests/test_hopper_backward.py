@@ -56,6 +56,29 @@ def test_hopper_at_other_shapes(spec, shape):
     check(Backward(spec, pipeline="hopper", **shape))
 
 
+@pytest.mark.slow
+def test_where_one_argument_of_tanh_is_large_each_has_its_own_way():
+    b = Backward("softcap", pipeline="hopper", tile=(128, 128), q_len=70, kv_len=150, large_key=100)
+    check(b)
+    assert b.fails(replace("(bits & 0x40000000) == 0", "true"))
+
+
+@pytest.mark.sampled("the slope")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("right", "wrong"),
+    [
+        ("scale = p.param_cap * LOG2E", "scale = LOG2E"),
+        ("to_argument = 2.f / SMALL_TANH * p.scale", "to_argument = p.scale"),
+        ("s[i + 1] = odd * fmaf(-s[i + 1], s[i + 1], 1.f)", "s[i + 1] = odd"),
+    ],
+    ids=["the cap", "the argument", "the slope"],
+)
+def test_factors_of_a_soft_cap_in_a_backward_are_noticed(right, wrong):
+    b = Backward("softcap", pipeline="hopper", q_len=70, kv_len=150, large_key=100)
+    assert b.fails(replace(right, wrong))
+
+
 @pytest.mark.sampled("tile1-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(("tile", "head_dim"), [((64, 128), 64), ((128, 128), 64), ((64, 64), 144)])

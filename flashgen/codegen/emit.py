@@ -27,7 +27,7 @@ from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups, word_lookups
-from flashgen.planning.members import Launches, SoftCap
+from flashgen.planning.members import Launches
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, SpecializedBackward, Tile
 from flashgen.planning.profile import profile
@@ -117,7 +117,7 @@ def _given(plan: KernelPlan) -> tuple[Node, ...]:
 
 def _cap(plan: KernelPlan, found: VariantCode) -> str | None:
     """The cap of scores that factors hold."""
-    if plan.specialized is None or not isinstance(plan.specialized.score, SoftCap):
+    if not plan.caps_scores:
         return None
     assert found.soft_cap is not None  # the planner asked the same question
     return str(found.soft_cap)

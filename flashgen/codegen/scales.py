@@ -32,8 +32,9 @@ class ScaleCode:
     def declared(self) -> str:
         """The members of a consumer."""
         if self.cap is not None:
-            why = "of tanh in the exponent, and of a product in its argument"
-            return f"const float scale = {self.cap} * LOG2E, to_argument = p.scale * rcp({self.cap});  // {why}"
+            why = "of tanh in the exponent, and of a product in its argument, of which 2 is large"
+            to_argument = f"2.f / SMALL_TANH * p.scale * rcp({self.cap})"
+            return f"const float scale = {self.cap} * LOG2E, to_argument = {to_argument};  // {why}"
         if not self.eight:
             why = "scale 0 times a masked -inf stays -inf"
             of_products = f"fmaxf(p.scale * LOG2E, SMALLEST);  // {why}"

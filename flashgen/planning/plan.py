@@ -49,9 +49,11 @@ from flashgen.planning.members import (
     ScoreByElement,
     ScoreByRow,
     ScoreNearZero,
+    ScoreWithSlope,
     Sender,
     SharedKeys,
     SoftCap,
+    SoftCapWithSlope,
     SplitDkDv,
     StepEnd,
     TilesAlike,
@@ -334,6 +336,7 @@ class SpecializedBackward:
     lookup_stages: int  # tiles of queries whose mask operands shared memory holds; 0: the mask reads them itself
     row_threads: int  # of a block of the entries that work on rows alone
     mask: Mask = field(default_factory=MaskByElement)
+    score: ScoreWithSlope | SoftCapWithSlope = field(default_factory=ScoreWithSlope)
     judged_in_turn: bool = False  # a tile's conditions are judged one after another through shared memory, else at once
     persistent: bool = False  # blocks take one tile of keys after another from a counter, else each has one
     short: bool = False  # the form for short sequences, where that is another
@@ -609,6 +612,13 @@ class KernelPlan(Integers):
     def reads_rows(self) -> bool:
         """Whether the score is given elements of rows of keys, which are read two at a time."""
         return isinstance(self.specialized, Specialized) and isinstance(self.specialized.score, ScoreByRow)
+
+    @property
+    def caps_scores(self) -> bool:
+        """Whether a soft cap is in the factors of scores, in place of a score function."""
+        if isinstance(self.backward, SpecializedBackward):
+            return isinstance(self.backward.score, SoftCapWithSlope)
+        return isinstance(self.specialized, Specialized) and isinstance(self.specialized.score, SoftCap)
 
     @property
     def one_score(self) -> bool:

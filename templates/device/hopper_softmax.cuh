@@ -128,6 +128,29 @@ DEVICE bool lower_above_each(float (&row_max)[2], const float (&highest)[2], con
   return moves[0] || moves[1];
 }
 
+// S becomes tanh(unit * factor * S), each score by its own argument; where none of so many of the warp's is large, by a
+// polynomial.  Of floats only those from 2 on have the upper bit of the exponent: an instruction (LOP3) looks at two.
+template <int TOGETHER, int N> DEVICE void take_tanh(float (&s)[N], float factor) {
+  constexpr float unit = SMALL_TANH / 2.f;
+#pragma unroll
+  for (int first = 0; first < N; first += TOGETHER) {
+    u32 bits = 0;
+#pragma unroll
+    for (int i = first; i < first + TOGETHER && i < N; i++) {
+      s[i] *= factor;
+      bits |= __float_as_uint(s[i]);
+    }
+    if (__all_sync(~0u, (bits & 0x40000000) == 0)) {
+#pragma unroll
+      for (int i = first; i < first + TOGETHER && i < N; i++) s[i] = small_tanh(s[i], unit);
+    } else {
+#pragma unroll
+      for (int i = first; i < first + TOGETHER && i < N; i++)
+        s[i] = if_small(s[i], 0x1.fffffep0f, small_tanh(s[i], unit), large_tanh(s[i], unit));
+    }
+  }
+}
+
 // Row r of S becomes P = 2^(scale * S - row_max); what it adds up to.
 template <int N> DEVICE float exponentiate_row(float (&s)[N], int r, float scale, float row_max) {
   float even = 0.f, odd = 0.f;

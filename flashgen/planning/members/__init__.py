@@ -19,7 +19,9 @@ from flashgen.planning.members.hopper_backward import DqSum as DqSum
 from flashgen.planning.members.hopper_backward import HalvesOfKeys as HalvesOfKeys
 from flashgen.planning.members.hopper_backward import HeadByHead as HeadByHead
 from flashgen.planning.members.hopper_backward import InGroups as InGroups
+from flashgen.planning.members.hopper_backward import ScoreWithSlope as ScoreWithSlope
 from flashgen.planning.members.hopper_backward import SequencesInGroups as SequencesInGroups
+from flashgen.planning.members.hopper_backward import SoftCapWithSlope as SoftCapWithSlope
 from flashgen.planning.members.hopper_backward import SplitDkDv as SplitDkDv
 from flashgen.planning.members.keys import ALL_KEYS as ALL_KEYS
 from flashgen.planning.members.keys import LEAF as LEAF

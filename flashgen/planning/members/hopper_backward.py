@@ -33,6 +33,25 @@ class SplitDkDv:
 Consumers = HalvesOfKeys | SplitDkDv
 
 # ---------------------------------------------------------------------------------------------------------------------
+# How scores that have a slope become P, and P times the slope
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScoreWithSlope:
+    """Score function and derivative of each score."""
+
+    template: ClassVar[str] = "hopper/backward_score_with_slope.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SoftCapWithSlope:
+    """Of c * tanh(s / c) the slope is that of tanh: tanhs are found as in the forward, and c joins the exponent."""
+
+    template: ClassVar[str] = "hopper/backward_soft_cap.cu.j2"
+    together: int  # scores of a thread that are looked at before their tanh is taken
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # The order in which blocks start
 
 

@@ -168,13 +168,10 @@ ROW_REGISTERS, WIDE_ROW_REGISTERS = 14, 6
 #: Registers that a score function wants beside those counted where it is emitted twice.
 ROOM = 16
 
-#: Columns of O up to which a soft cap is a polynomial.  Beyond, products take so long that the special unit keeps up:
-#: at head_dim 256 the polynomial took 1.01 to 1.05 of the time on an H200 (0.75 to 0.79 at 64, 0.96 to 1.0 at 128).
-CAPPED_COLUMNS = 192
-
-#: Votes in a tile on whether all arguments are small.  On an H100 one took 0.96 to 1.0 of the time of two for N(0, 1),
-#: and 1.07 to 1.09 of it where few are large.
-CAP_VOTES = 2
+#: Votes in a tile on whether all arguments are small, for O of so many columns and for more, where kernels that
+#: take half a tile together spill 24 to 32 bytes.  On an H100 one took 0.96 to 1.0 of the time of two for N(0, 1), and
+#: 1.07 to 1.09 of it where few are large.
+CAPPED_COLUMNS, CAP_VOTES, WIDE_CAP_VOTES = 192, 2, 4
 
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
@@ -660,8 +657,8 @@ def _plain_score(request: KernelRequest) -> ScoreByElement | ScoreByRow:
 def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreByRow | ScoreNearZero | SoftCap:
     """How scores are made of products."""
     if request.profile.soft_capped:
-        short = padded(request.v_head_dim) <= CAPPED_COLUMNS
-        return SoftCap(together=c.tile.kv // 2 // CAP_VOTES) if short else ScoreByElement()
+        votes = CAP_VOTES if padded(request.v_head_dim) <= CAPPED_COLUMNS else WIDE_CAP_VOTES
+        return SoftCap(together=c.tile.kv // 2 // votes)
     near_zero = request.profile.near_zero and _room_for_more_code(c, request)
     return ScoreNearZero() if near_zero else _plain_score(request)
 
