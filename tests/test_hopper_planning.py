@@ -12,7 +12,7 @@ from flashgen.errors import PlanError
 from flashgen.lang.load import load_spec
 from flashgen.planning import limits, planner, ranking
 from flashgen.planning.arch import ARCHS
-from flashgen.planning.members import ScoreByElement, SoftCap, SplitKeys
+from flashgen.planning.members import SoftCap, SplitKeys
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import Tile
 from flashgen.planning.problem import Problem
@@ -176,8 +176,8 @@ def test_a_soft_cap_has_one_form_in_all_kernels(spec, head_dim):
     found = menu(load_spec(spec).bind(), head_dim)
     (form,) = {plan.specialized.score for plan in found.plans}
     assert isinstance(form, SoftCap) and found.plans[0].tile.kv // 2 % form.together == 0
-    wide = menu(load_spec(spec).bind(), 256)  # the special unit keeps up
-    assert all(isinstance(plan.specialized.score, ScoreByElement) for plan in wide.plans)
+    wide = menu(load_spec(spec).bind(), 256)  # fewer are looked at together, or kernels spill
+    assert all(isinstance(p.specialized.score, SoftCap) and p.specialized.score.together <= 8 for p in wide.plans)
     biased = fg.variant().score(lambda s, b, h, q, k: 30.0 * fg.tanh(s / 30.0) - 0.1 * (q - k)).bind()
     assert not any(isinstance(plan.specialized.score, SoftCap) for plan in menu(biased, head_dim).plans)
 
