@@ -33,10 +33,6 @@ class ScoresCode:
         """How many elements a thread has."""
         return "N" if self.of_first_keys else "TILE_KV / 2"
 
-    def end(self, group: str) -> str:
-        """The end of a group of elements, into which those of a tile are divided."""
-        return f"min({group}, N)" if self.of_first_keys else group
-
     @property
     def keys(self) -> str:
         """Of how many keys S is."""

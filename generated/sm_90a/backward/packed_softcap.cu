@@ -975,7 +975,7 @@ struct Consumer {
     return is_key & keep(shared.keys.b, step.head, q, k, mask_operands(i, first, step), p);
   }
 
-  // With t = tanh(x / cap) for x = scale * K Q^T, of which S becomes `cap` times: P = e^(cap * t - lse), rounded, and S
+  // With t = tanh(x / cap) for x = scale * K Q^T, where cap * t is the score: P = e^(cap * t - lse), rounded, and S
   // becomes P d score / dx = P (1 - t^2).
   DEVICE void to_probabilities(S& s, const SharedStep& step) {
     // of tanh in the exponent, and of a product in its argument, of which 2 is large
