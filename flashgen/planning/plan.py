@@ -10,6 +10,7 @@ from flashgen.planning.integers import Integers
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.members import (
     ALL_KEYS,
+    ENDS_BESIDE_NEXT,
     FIRST_TILE_WHOLE,
     IN_TURN,
     LAGGING_P,
@@ -56,6 +57,7 @@ from flashgen.planning.members import (
     SoftCapWithSlope,
     SplitDkDv,
     StepEnd,
+    TileEnd,
     TilesAlike,
     TwoLevels,
     VAsStored,
@@ -231,7 +233,13 @@ class Specialized:
     fold: Fold = NO_FOLD
     sender: Sender = SENDS_TO_LOADER
     first: FirstTile = FIRST_TILE_WHOLE
+    ends: TileEnd = ENDS_BESIDE_NEXT
     runs_anew: bool = False  # who schedules finds the ends of runs of keys for each 32 tiles, else keeps them
+
+    @property
+    def run(self) -> str:
+        """The template of a consumer's loops; without scores ahead nothing overlaps."""
+        return self.ends.run if self.products.overlaps else "hopper/forward_run_tile_by_tile.cu.j2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -542,6 +550,16 @@ class KernelPlan(Integers):
     def loads_two_ahead(self) -> bool:
         """Whether two tiles are on their way while another is used."""
         return self.stages > 2
+
+    @property
+    def loads_q_ahead(self) -> bool:
+        """Whether the queries of the next tile are loaded under the keys of this one, where tiles follow from a block's
+        number.  Where they come from a counter, a block knows its next one late, and copies of queries would hold up
+        those of the last keys: causal calls took 2 to 4% longer."""
+        of = self.specialized
+        if not isinstance(of, Specialized) or of.scheduler.dynamic or of.sender.loads:
+            return False
+        return self.q_stages == 2 and not self.layout.paged
 
     @property
     def equal_columns(self) -> bool:

@@ -60,11 +60,14 @@ from flashgen.planning.members.products import OneLevel as OneLevel
 from flashgen.planning.members.products import TwoLevels as TwoLevels
 from flashgen.planning.members.products import VAsStored as VAsStored
 from flashgen.planning.members.products import VTurnedOver as VTurnedOver
+from flashgen.planning.members.schedule import ENDS_BESIDE_NEXT as ENDS_BESIDE_NEXT
 from flashgen.planning.members.schedule import FIRST_TILE_WHOLE as FIRST_TILE_WHOLE
 from flashgen.planning.members.schedule import PACKED as PACKED
 from flashgen.planning.members.schedule import QUERIES as QUERIES
 from flashgen.planning.members.schedule import SENDS_TO_LOADER as SENDS_TO_LOADER
 from flashgen.planning.members.schedule import DynamicScheduler as DynamicScheduler
+from flashgen.planning.members.schedule import EndsBeforeNext as EndsBeforeNext
+from flashgen.planning.members.schedule import EndsBesideNext as EndsBesideNext
 from flashgen.planning.members.schedule import FirstTile as FirstTile
 from flashgen.planning.members.schedule import FirstTileAsSeen as FirstTileAsSeen
 from flashgen.planning.members.schedule import FirstTileWhole as FirstTileWhole
@@ -78,6 +81,7 @@ from flashgen.planning.members.schedule import SendsAndLoads as SendsAndLoads
 from flashgen.planning.members.schedule import SendsToLoader as SendsToLoader
 from flashgen.planning.members.schedule import SequenceScheduler as SequenceScheduler
 from flashgen.planning.members.schedule import StaticScheduler as StaticScheduler
+from flashgen.planning.members.schedule import TileEnd as TileEnd
 from flashgen.planning.members.softmax import LAGGING_P as LAGGING_P
 from flashgen.planning.members.softmax import P8 as P8
 from flashgen.planning.members.softmax import ExactP as ExactP

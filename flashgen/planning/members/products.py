@@ -15,7 +15,7 @@ class OneLevel:
 
     template: ClassVar[str] = "hopper/forward_products.cu.j2"
     wgmma: ClassVar[str] = "hopper/forward_wgmma.cu.j2"
-    run: ClassVar[str] = "hopper/forward_run_across_tiles.cu.j2"
+    overlaps: ClassVar[bool] = True  # scores are on their way while P V is
     take: ClassVar[str] = "await_scores"  # what a step of a schedule does when S is there
     keys_per_word: ClassVar[int] = 2  # of P, in a register
     awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
@@ -39,9 +39,9 @@ class TwoLevels:
     ahead: bool
 
     @property
-    def run(self) -> str:
-        """The template of a consumer's loops: without scores ahead nothing overlaps across tiles of queries."""
-        return f"hopper/forward_run_{'across_tiles' if self.ahead else 'tile_by_tile'}.cu.j2"
+    def overlaps(self) -> bool:
+        """Whether scores are on their way while P V is."""
+        return self.ahead
 
     @property
     def order(self) -> str:

@@ -137,11 +137,10 @@ DEVICE float quad_sum(float x) {
 // of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
 // maximum and a rounded logarithm, all in float32, 0.95e-6.
 DEVICE float lse_of(float row_max, float sum) {
-  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
   const int bits = __float_as_int(sum);
   const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
   const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
-  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
+  return sum < PLUS_INFINITY ? fmaf(whole, LN2, (rounded_off + rest) * LN2) : sum;
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.

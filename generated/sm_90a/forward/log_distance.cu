@@ -47,6 +47,14 @@ DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
   return done;
 }
 
+// The same without waiting.
+DEVICE bool mbarrier_test_wait(u64& barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+  return done;
+}
+
 DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {}
 }
@@ -210,6 +218,8 @@ DEVICE float rounded(float power) { asm("" : "+f"(power)); return power; }
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
 // Two floats rounded to nearest, the first in the low half.
 DEVICE u32 cvt_bf16x2(float low, float high) {
   u32 r;
@@ -236,11 +246,10 @@ DEVICE float quad_sum(float x) {
 // of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
 // maximum and a rounded logarithm, all in float32, 0.95e-6.
 DEVICE float lse_of(float row_max, float sum) {
-  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
   const int bits = __float_as_int(sum);
   const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
   const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
-  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
+  return sum < PLUS_INFINITY ? fmaf(whole, LN2, (rounded_off + rest) * LN2) : sum;
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
@@ -484,6 +493,27 @@ struct Loader {
     q_ring.passed++;
   }
 
+  bool q_ahead = false;  // whether the queries of the next tile are on their way
+
+  // They are loaded under the keys of this tile, as soon as that tile is known and O of the one before this has left
+  // its stage: behind the last keys they came 700 to 1,000 clocks too late (head_dim 128, an H200).
+  DEVICE void load_q_ahead() {
+    if (q_ahead || !mbarrier_test_wait(shared.work_pipe.full[work_ring.stage()], work_ring.parity())) return;
+    const Work next = shared.work[work_ring.stage()];
+    if (next.q_tile < 0 || !next.visible) return;
+#pragma unroll 1
+    for (int w = 0; w < WARPGROUPS; w++)
+      if (!mbarrier_test_wait(shared.q_pipe[w].empty[q_ring.stage()], q_ring.parity() ^ 1)) return;
+    load_q(next);
+    q_ahead = true;
+  }
+
+  // Those of the tile in hand, unless they are on their way.
+  DEVICE void load_q_in_turn(const Work& work) {
+    if (!q_ahead) load_q(work);
+    q_ahead = false;
+  }
+
   // Into the stage that `full` is of, which is empty.
   DEVICE void copy_k(u64& full, int tile, int kv_head, int b) {
     mbarrier_arrive_expect_tx(full, sizeof(KTile));
@@ -515,8 +545,11 @@ struct Loader {
 #pragma unroll 1
     for (int tile = tiles - 1; tile >= 0; tile--) {
       load_k(tile, kv_head, work.b);
-      if (tile + 1 == tiles) load_q(work);
-      else load_v(tile + 1, kv_head, work.b);
+      if (tile + 1 == tiles) load_q_in_turn(work);
+      else {
+        load_v(tile + 1, kv_head, work.b);
+        load_q_ahead();
+      }
     }
     load_v(0, kv_head, work.b);
   }
@@ -820,13 +853,13 @@ struct Consumer {
     const Work work = work_at(work_ring);
     release_work(work_ring);
     const int q = work.q_tile * TILE_Q + row;
-    float factor[2];
+    float lse[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float sum = quad_sum(done.sum[r]);
-      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
-      if (q + 8 * r < p.q_len)
-        store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : lse_of(done.row_max[r], sum));
+      const float of_keys = lse_of(done.row_max[r], sum);
+      lse[r] = sum == 0.f ? MINUS_INFINITY : of_keys;
+      factor[r] = sum == 0.f ? 0.f : rcp(sum);
     }
     multiply_rows(o, factor);
     // Into the shared memory of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
@@ -843,6 +876,10 @@ struct Consumer {
     fence_proxy_async();
     __syncwarp();
     if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);
+    // Behind O, as the fence there waits for stores to memory too.
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      if (q + 8 * r < p.q_len) store_lse(work, q + 8 * r, lse[r]);
   }
 };
 

@@ -219,11 +219,10 @@ DEVICE float quad_sum(float x) {
 // of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
 // maximum and a rounded logarithm, all in float32, 0.95e-6.
 DEVICE float lse_of(float row_max, float sum) {
-  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
   const int bits = __float_as_int(sum);
   const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
   const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
-  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
+  return sum < PLUS_INFINITY ? fmaf(whole, LN2, (rounded_off + rest) * LN2) : sum;
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
@@ -824,49 +823,31 @@ struct Consumer {
         last = begin(s, work_ring);
         round(s);
       }
-      bool more = true;
-      while (more) {
 #pragma unroll
-        for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
+      for (int i = 0; i < V_COLUMNS / 2; i++) o[i] = 0.f;
 #pragma unroll 1
-        while (!last) {
-          S s;
-          issue_products(s);
-          const Step step = shared.step[k_ring.stage()];
-          last = step.last;
-          find_limits();
-          await_scores(s);
-          if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
-          to_probabilities(s);
-          if (moved) rescale();
-          accumulate();
-        }
-        release(shared.q_pipe[warpgroup], q_ring);
-        q_ring.passed++;
-
-        // The last product of this tile runs beside the first of the next, if that sees a key.  No look beyond it: this
-        // tile has its stage until O is stored.
-        const RowState done = state;
-        const Ring<WORK_STAGES> next = {work_ring.passed + 1};
-        const Work coming = await_work(next);
-        more = coming.q_tile >= 0 && coming.visible;
-        if (more) {
-          await_full(shared.q_pipe[warpgroup], q_ring);
-          S s;
-          issue_products(s);
-          await_scores(s);
-          last = begin(s, next);
-          await_pv();
-          round(s);
-        } else {
-          pin(o);
-          pin_fragments(probabilities);
-          issue_pv();
-          await_pv();
-        }
-        store(done);
-        work_ring = next;
+      while (!last) {
+        S s;
+        issue_products(s);
+        const Step step = shared.step[k_ring.stage()];
+        last = step.last;
+        find_limits();
+        await_scores(s);
+        if (step.masked) apply_mask(s, work_at(work_ring), step.tile);
+        to_probabilities(s);
+        if (moved) rescale();
+        accumulate();
       }
+      release(shared.q_pipe[warpgroup], q_ring);
+      q_ring.passed++;
+
+      // The last product runs by itself, and the queries of the next tile come while O is stored.
+      pin(o);
+      pin_fragments(probabilities);
+      issue_pv();
+      await_pv();
+      store(state);
+      work_ring.passed++;
     }
   }
 

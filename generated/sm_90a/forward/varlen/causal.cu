@@ -232,6 +232,8 @@ DEVICE float ex2(float x) { float y; asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) 
 // The logarithm to base 2.
 DEVICE float lg2(float x) { float y; asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
 
+DEVICE float rcp(float x) { float y; asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
 // Two floats rounded to nearest, the first in the low half.
 DEVICE u32 cvt_bf16x2(float low, float high) {
   u32 r;
@@ -258,11 +260,10 @@ DEVICE float quad_sum(float x) {
 // of (row_max + lg2(sum)) * LN2 is 1.1e-6, or 2.4e-6 where lg2 errs by the 2^-22 that PTX allows, and that of an exact
 // maximum and a rounded logarithm, all in float32, 0.95e-6.
 DEVICE float lse_of(float row_max, float sum) {
-  if (!(sum < PLUS_INFINITY)) return sum;  // nor is it NaN below
   const int bits = __float_as_int(sum);
   const float exponent = float((bits >> 23) - 127), rest = lg2(__int_as_float(bits & 0x7fffff | 0x3f800000));
   const float whole = row_max + exponent, rounded_off = row_max - (whole - exponent);
-  return fmaf(whole, LN2, (rounded_off + rest) * LN2);
+  return sum < PLUS_INFINITY ? fmaf(whole, LN2, (rounded_off + rest) * LN2) : sum;
 }
 
 // P of a key beyond which its row's maximum follows it: `share` of what the row has added up, from 1 to `most`.
@@ -1100,14 +1101,14 @@ struct Consumer {
     const Work work = work_at(work_ring);
     release_work(work_ring);
     const int q = work.q_tile * TILE_Q + row;
-    float factor[2];
+    float lse[2], factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       float sum = quad_sum(done.sum[r]);
       if (beyond(work, q + 8 * r)) sum = 0.f;
-      factor[r] = sum == 0.f ? 0.f : 1.f / sum;
-      if (q + 8 * r < work.queries)
-        store_lse(work, q + 8 * r, sum == 0.f ? MINUS_INFINITY : lse_of(done.row_max[r], sum));
+      const float of_keys = lse_of(done.row_max[r], sum);
+      lse[r] = sum == 0.f ? MINUS_INFINITY : of_keys;
+      factor[r] = sum == 0.f ? 0.f : rcp(sum);
     }
     clear_or_multiply_rows(o, factor);
     // The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a row.
@@ -1127,6 +1128,10 @@ struct Consumer {
         if (q + 8 * r < work.queries && d + lane * 8 < V_HEAD_DIM)
           *(Chunk*)(out + 8 * r * p.o_row + d) = {{word[0], word[1], word[2], word[3]}};
       }
+    // Behind O, as the fence there waits for stores to memory too.
+#pragma unroll
+    for (int r = 0; r < 2; r++)
+      if (q + 8 * r < work.queries) store_lse(work, q + 8 * r, lse[r]);
   }
 };
 
