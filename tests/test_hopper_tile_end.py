@@ -31,6 +31,7 @@ def same(found, expected):
 
 
 IN_TURN = replace("        load_q_ahead();\n", "")
+AWAIT_PV, STORE = "      await_pv();\n", "      store(state);\n"
 
 
 @pytest.mark.slow
