@@ -1,0 +1,172 @@
+"""Where consumers of Hopper's forward spend their clocks: `python tests/clocks.py full causal --seqlens 512 8192`.
+
+Behind each part of a step, and of the end of a tile of queries, the emitted text reads the clock of the SM; one thread of
+each warpgroup adds up what each part took.  This needs a GPU; `--compile` says what the changed text spills, without one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import tempfile
+from collections.abc import Iterator, Sequence
+from unittest import mock
+
+from flashgen.bench.cells import Cell
+from flashgen.codegen import emit
+from flashgen.lang.load import load_spec
+from flashgen.planning import planner
+from flashgen.planning.plan import KernelPlan
+from flashgen.planning.problem import Problem
+from flashgen.runtime import nvrtc
+
+#: Parts, how the function begins in which each ends (any, where that is empty), and the line behind which it has ended.
+PARTS: Sequence[tuple[str, str, str]] = (
+    ("K awaited", "", r" *await_full\(shared\.k_pipe, k_ring\);\n"),
+    ("S issued", "", r" *issue_qk\(s\);\n"),
+    ("P V issued", "", r" *issue_pv\(\);\n"),
+    ("S awaited", "", r" *wgmma_wait_group<[01]>\(\);\n *pin\(s\);\n"),
+    ("softmax", "", r" *exponentiate_rows\(.*\n"),
+    ("P V awaited", "  DEVICE void await_pv(", r" *pin\(o\);\n"),
+    ("P rounded", "", r" *round\(s\);\n"),
+    ("O rescaled", "", r" *if \(moved\) rescale\(\);\n"),
+    ("tile awaited", "  DEVICE void run(", r" *(const Work coming = await_work|work_ring = await_visible)\(.*\n"),
+    ("queries awaited", "", r" *await_full\(shared\.q_pipe\[warpgroup\], q_ring\);\n"),
+    ("factors and lse", "  DEVICE void store(", r" *multiply_rows\(o, factor\);\n"),
+    ("O stored", "  DEVICE void store(", r" *if \(.*\) store_lse\(.*\n"),
+)
+
+STEP, TILE = (next(i for i, part in enumerate(PARTS) if part[0] == name) for name in ("P rounded", "O stored"))
+
+MEMBERS = f"""  u32 spent[{len(PARTS)}] = {{}}, times[{len(PARTS)}] = {{}}, at = tick();
+
+  template <int PART> DEVICE void mark() {{
+    const u32 now = tick();
+    spent[PART] += now - at;
+    if (PART == {STEP} || PART == {TILE}) times[PART]++;
+    at = now;
+  }}
+
+"""
+
+REPORT = f"""      if (work_at(work_ring).q_tile < 0) {{
+        if (threadIdx.x % 128 == 0)
+#pragma unroll
+          for (int i = 0; i < {len(PARTS)}; i++) {{
+            atomicAdd(&clocks[i], (unsigned long long)spent[i]);
+            atomicAdd(&clocks[{len(PARTS)} + i], (unsigned long long)times[i]);
+          }}
+        return;
+      }}
+"""
+
+
+def marked(text: str) -> str:
+    """The text of a forward whose consumers count clocks.  Raises ValueError where it lacks a part."""
+    head, begin, rest = text.partition("struct Consumer {\n")
+    body, end, tail = rest.partition("\n};\n")
+    functions = re.split(r"(?<=\n)(?=  (?:template .*)?DEVICE )", body)
+    for i, (name, function, line) in enumerate(PARTS):
+        found = 0
+        for at, one in enumerate(functions):
+            if one.startswith(function):
+                functions[at], times = re.subn(line, lambda match, i=i: f"{match[0]}mark<{i}>();\n", one)
+                found += times
+        if not found:
+            raise ValueError(f"{name} ends nowhere: no line is {line!r}")
+    body = "".join(functions).replace("      if (work_at(work_ring).q_tile < 0) return;\n", REPORT)
+    counter = f"""__device__ unsigned long long clocks[{2 * len(PARTS)}];
+DEVICE u32 tick() {{ u32 t; asm volatile("mov.u32 %0, %%clock;" : "=r"(t)); return t; }}
+
+"""
+    fields, first, others = body.partition("  // Read where it is used")
+    return head + counter + begin + fields + MEMBERS + first + others + end + tail
+
+
+def chosen(cell: Cell) -> KernelPlan:
+    """The plan that serves a cell on an H200."""
+    p = cell.problem
+    found = planner.menu(cell.variant().bind(), "sm_90a", p.dtype, p.head_dim, p.v_head_dim, pipeline="hopper")
+    return planner.choose(found, p, sms=132)
+
+
+def cells(args: argparse.Namespace) -> Iterator[Cell]:
+    """16,384 tokens and heads of 2,048 columns, as `flashgen bench hopper` has them."""
+    for spec in args.specs:
+        for d in args.head_dims:
+            for n in args.seqlens:
+                shape = {
+                    "batch": max(1, 16384 // n),
+                    "heads": 2048 // d,
+                    "kv_heads": 2048 // d,
+                    "q_len": n,
+                    "kv_len": n,
+                }
+                yield Cell(specs=(spec,), problem=Problem(**shape, head_dim=d, v_head_dim=d, dtype="bfloat16"))
+
+
+def measured(cell: Cell, name: str) -> dict[str, int]:
+    """Clocks of each part, and how many steps and tiles there were, of one call on the current GPU."""
+    import numpy as np
+    import torch
+    from cuda.bindings import driver as api
+
+    from flashgen.bench import inputs
+    from flashgen.ops.attention import attention
+
+    modules, load, compiled = [], api.cuModuleLoadData, nvrtc.compile
+
+    def loaded(cubin: bytes) -> tuple:
+        result = load(cubin)
+        modules.append(result[1])
+        return result
+
+    def compile_marked(text: str, *args, **options) -> nvrtc.Compiled:
+        return compiled(marked(text) if "struct Consumer {" in text else text, *args, **options)
+
+    q, k, v, _ = inputs.draw(cell.problem, 0, name)
+    with mock.patch.object(api, "cuModuleLoadData", loaded), mock.patch.object(nvrtc, "compile", compile_marked):
+        attention(q, k, v, cell.variant())
+    totals = np.zeros((2, 2 * len(PARTS)), np.uint64)
+    for total in totals:  # the first call warmed up
+        torch.cuda.synchronize()
+        for module in modules:
+            status, address, size = api.cuModuleGetGlobal(module, b"clocks")
+            if int(status) == 0:
+                api.cuMemcpyDtoH(total.ctypes.data, address, size)
+        attention(q, k, v, cell.variant())
+    spent, times = np.split((totals[1] - totals[0]).astype(int), 2)
+    found = {part: int(clocks) for (part, _, _), clocks in zip(PARTS, spent, strict=True)}
+    return found | {"steps": int(times[STEP]), "tiles": int(times[TILE])}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("specs", nargs="+")
+    parser.add_argument("--head-dims", nargs="+", type=int, default=[128])
+    parser.add_argument("--seqlens", nargs="+", type=int, default=[8192])
+    parser.add_argument("--input", default="normal", help="as flashgen bench data names it")
+    parser.add_argument("--compile", action="store_true", help="only compile the texts")
+    args = parser.parse_args()
+    for name in args.specs:
+        load_spec(name)  # says what is wrong with a name
+    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, FLASHGEN_CACHE_DIR=folder):
+        for cell in cells(args):
+            plan = chosen(cell)
+            if args.compile:
+                spilled = nvrtc.compile(marked(emit(plan)), plan.arch).resources.spill_stores
+                print(f"{cell}, tile {plan.tile}: {spilled} bytes spilled")
+                continue
+            found = measured(cell, args.input)
+            steps, tiles = found.pop("steps"), found.pop("tiles")
+            if not tiles:
+                raise SystemExit("no kernel of pipeline hopper ran here: it takes a GPU of compute capability 9.0")
+            print(f"{cell}, tile {plan.tile}: {sum(found.values()) / tiles:,.0f} clocks a tile of queries")
+            print(f"  {'part':16} {'a tile':>9} {'a step':>8}   ({steps / tiles:.1f} steps a tile)")
+            for part, clocks in found.items():
+                print(f"  {part:16} {clocks / tiles:9,.0f} {clocks / steps:8,.0f}")
+
+
+if __name__ == "__main__":
+    main()
