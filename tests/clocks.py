@@ -1,7 +1,7 @@
 """Where consumers of Hopper's forward spend their clocks: `python tests/clocks.py full causal --seqlens 512 8192`.
 
 Behind each part of a step, and of the end of a tile of queries, the emitted text reads the clock of the SM; one thread
-of each warpgroup adds up what each part took.  This needs a GPU; `--compile` says what the changed text spills, without.
+of each warpgroup adds up what each part took.  This needs a GPU; `--compile` says what the changed text spills.
 """
 
 from __future__ import annotations

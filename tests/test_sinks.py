@@ -302,7 +302,7 @@ MUTATIONS = {
     },
     "hopper": {
         "o does not follow": replace(
-            "factor[r] = sum == 0.f ? 0.f : followed / sum", "factor[r] = sum == 0.f ? 0.f : 1.f / sum"
+            "factor[r] = sum == 0.f ? 0.f : followed * rcp(sum)", "factor[r] = sum == 0.f ? 0.f : rcp(sum)"
         ),
         "the sink of another head": replace("sink(work.b, work.h, p) * LOG2E", "sink(work.b, 0, p) * LOG2E"),
         "rows that see nothing without it": replace(

@@ -251,11 +251,6 @@ class KeyCode:
         """The sum of a row where o is finished."""
         return f"4.f * {sum_of_lane}" if self.keys.folds else f"quad_sum({sum_of_lane})"
 
-    @property
-    def over_sum(self) -> str:
-        """How that divides."""
-        return " * rcp(sum)" if self.keys.folds else " / sum"
-
     def lse_of_sink(self, sink: str) -> str:
         """lse of a row that sees no key."""
         return f"lse_of_sink({sink})" if self.keys.folds else sink

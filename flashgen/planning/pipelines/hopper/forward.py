@@ -2,7 +2,8 @@
 
 The kernel is FlashAttention-3's forward (Shah et al. 2024, Algorithm 2): one block per SM, in which one
 warpgroup hands out, loads and stores tiles and two or three others multiply by wgmma, 64 query rows each, with P in
-registers.  A block takes tile after tile of queries, so that the first product of one runs beside the last of another.
+registers.  A block takes tile after tile of queries, so that the first product of one runs beside the last of another,
+or O of one is stored while queries of another come.
 """
 
 from __future__ import annotations
@@ -557,10 +558,13 @@ def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
 
 def _ends(c: Candidate, request: KernelRequest) -> TileEnd:
     """Where a tile of queries ends."""
-    # The tiles of short causal sequences: 512 tokens took 0.95 of the time at head_dim 64, 1,024 took 1.014 (an H200).
-    # At head_dim 128 one plan is for all lengths: 512 tokens took 0.98, 4,096 took 1.03.
-    short = request.widest <= SHORT_COLUMNS and c.warpgroups == min(WARPGROUPS)
-    few_keys = short and isinstance(_first_tile(c, request), FirstTileAsSeen)
+    if request.keys.folds:  # leaves have loops of their own
+        return ENDS_BESIDE_NEXT
+    # Causal tiles of 128 queries at head_dim 64, which serve problems of few tiles: 512 tokens in a batch of 32 took 0.95
+    # of the time, 1,024 in one of 16 took 1.014 (an H200).  At head_dim 128 such tiles are for all lengths: 512 tokens
+    # took 0.98, 4,096 took 1.03.
+    narrow = request.widest <= SHORT_COLUMNS and c.warpgroups == min(WARPGROUPS)
+    few_keys = narrow and isinstance(_first_tile(c, request), FirstTileAsSeen)
     return EndsBeforeNext() if c.q_stages == 1 or few_keys else ENDS_BESIDE_NEXT
 
 

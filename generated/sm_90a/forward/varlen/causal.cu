@@ -1128,7 +1128,6 @@ struct Consumer {
         if (q + 8 * r < work.queries && d + lane * 8 < V_HEAD_DIM)
           *(Chunk*)(out + 8 * r * p.o_row + d) = {{word[0], word[1], word[2], word[3]}};
       }
-    // Behind O, as the fence there waits for stores to memory too.
 #pragma unroll
     for (int r = 0; r < 2; r++)
       if (q + 8 * r < work.queries) store_lse(work, q + 8 * r, lse[r]);

@@ -990,7 +990,6 @@ struct Consumer {
         if (q + 8 * r < p.q_len)
           *(uint2*)(out + 8 * r * p.o_row + d) = make_uint2(cvt_bf16x2(o[i], o[i + 4]), cvt_bf16x2(o[i + 1], o[i + 5]));
       }
-    // Behind O, as the fence there waits for stores to memory too.
 #pragma unroll
     for (int r = 0; r < 2; r++)
       if (q + 8 * r < p.q_len) store_lse(work, q + 8 * r, lse[r]);
