@@ -178,7 +178,7 @@ def batch(
     q_lengths: tuple[int, ...] | None = None,
     kv_lengths: tuple[int, ...] | None = None,
     q_offset: int | str | tuple[int, ...] = 0,
-    q_stages: int = 1,
+    q_stages: int = 2,
     packed: bool = False,
     dropout: Dropout | None = None,
     tile: tuple[int, int] | None = None,

@@ -72,7 +72,7 @@ def plan_of(
     pipeline: str,
     tile: tuple[int, int] | None = None,
     stages: int = 2,
-    q_stages: int = 1,
+    q_stages: int = 2,
     packed: bool = False,
 ) -> KernelPlan:
     """The planner's plan with this tile (by default that of TILES); `q_stages` of pipeline hopper."""
@@ -95,7 +95,7 @@ def work(
     *,
     tile: tuple[int, int] | None = None,
     stages: int = 2,
-    q_stages: int = 1,
+    q_stages: int = 2,
     packed: bool = False,
     seed: int = 0,
     case: Case | None = None,

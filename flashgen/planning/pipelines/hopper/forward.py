@@ -560,9 +560,9 @@ def _ends(c: Candidate, request: KernelRequest) -> TileEnd:
     """Where a tile of queries ends."""
     if request.keys.folds:  # leaves have loops of their own
         return ENDS_BESIDE_NEXT
-    # Causal tiles of 128 queries at head_dim 64, which serve problems of few tiles: 512 tokens in a batch of 32 took 0.95
-    # of the time, 1,024 in one of 16 took 1.014 (an H200).  At head_dim 128 such tiles are for all lengths: 512 tokens
-    # took 0.98, 4,096 took 1.03.
+    # Causal tiles of 128 queries at head_dim 64, which serve problems of few tiles: 512 tokens in a batch of 32 took
+    # 0.95 of the time, 1,024 in one of 16 took 1.014 (an H200).  At head_dim 128 such tiles are for all lengths: 512
+    # tokens took 0.98, 4,096 took 1.03.
     narrow = request.widest <= SHORT_COLUMNS and c.warpgroups == min(WARPGROUPS)
     few_keys = narrow and isinstance(_first_tile(c, request), FirstTileAsSeen)
     return EndsBeforeNext() if c.q_stages == 1 or few_keys else ENDS_BESIDE_NEXT
