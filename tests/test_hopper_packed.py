@@ -137,7 +137,7 @@ MUTATIONS = {
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
     edit, allowed = MUTATIONS[name]
-    w = few(45, 4, spec="sliding_window")
+    w = few(45, 4, spec="sliding_window", q_stages=1)
     try:
         noticed = WRONG if w.wrong(w.run(edit, step_limit=4_000_000)) else None
     except errors.Trap as trap:

@@ -136,7 +136,7 @@ HOPPER = {
         {errors.Race},
     ),
     "a release too many": (
-        replace(RELEASE_V, RELEASE_V + RELEASE_V),
+        replace(AWAIT_O + RELEASE_V, AWAIT_O + RELEASE_V + RELEASE_V),
         {errors.BarrierMisuse, errors.Race, errors.NotComplete, errors.Deadlock},
     ),
     "dropped named barrier": (
