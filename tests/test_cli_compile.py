@@ -172,6 +172,7 @@ def test_build_compiles_every_combination_once(empty_cache):
     assert "cached" in again and "compiled" not in again
 
 
+@pytest.mark.sampled("40000-3", "1073741824-0")
 @pytest.mark.slow
 @pytest.mark.parametrize("limit, lost", [(0, 4), (40_000, 3), (1 << 30, 0)])
 def test_build_says_what_the_cache_does_not_keep(limit, lost, tmp_path, monkeypatch):

@@ -51,7 +51,7 @@ def check(variant, case, tile):
         np.testing.assert_allclose(scores, np.broadcast_to(expected, shape), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=8)
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", MASKS)
 def test_random_masks_visit_and_keep_what_python_does(seed):
@@ -63,17 +63,7 @@ def test_random_masks_visit_and_keep_what_python_does(seed):
     check(variant, case, tile)
 
 
-@pytest.mark.sampled(
-    "causal",
-    "causal_bottom_right",
-    "chunked",
-    "full",
-    "gpt_oss",
-    "longformer",
-    "prefix_lm",
-    "sink_window",
-    "sliding_window",
-)
+@pytest.mark.sampled("causal_bottom_right", "chunked", "full", "gpt_oss", "prefix_lm", "sink_window")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(shipped()))
 def test_shipped_specs_visit_keep_and_score_as_python_does(name):

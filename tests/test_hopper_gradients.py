@@ -181,7 +181,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.sampled("rows of lanes by one", "a border too far")
+@pytest.mark.sampled("a border too far")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_of_sums_are_noticed(name):
@@ -195,6 +195,7 @@ QUERY_MUTATIONS = {
 }
 
 
+@pytest.mark.sampled("None", "halves swapped")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [None, *QUERY_MUTATIONS])
 def test_sums_by_query(name):

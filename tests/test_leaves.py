@@ -61,25 +61,27 @@ def test_head_dims_and_dtypes(pipeline, dtype, dims):
     check(split_work("full", pipeline, SMALL, **shape), 2)
 
 
+@pytest.mark.sampled(leaves=(5,))
 @pytest.mark.slow
+@pytest.mark.parametrize("leaves", [5, 40])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_leaves_without_a_key(pipeline):
+def test_leaves_without_a_key(pipeline, leaves):
     """Rows that see nothing, and parts that nothing is written to: the workspace holds NaN."""
     w = split_work("causal_bottom_right", pipeline, SMALL, q_len=70, kv_len=10)
-    result = w.run(kv_splits=40)
+    result = w.run(kv_splits=leaves)
     assert w.wrong(result) == ()
     assert not result.o[:, :, :60].any() and (result.lse[:, :, :60] == -np.inf).all()
 
 
 # ---------------------------------------------------------------- bits
+@pytest.mark.sampled(leaves=(33,))
 @pytest.mark.slow
+@pytest.mark.parametrize("leaves", [4, 33, 70])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_leaves_behind_the_last_key_change_nothing(pipeline):
+def test_leaves_behind_the_last_key_change_nothing(pipeline, leaves):
     """A call counts the leaves of the longest sequence that it may have: more than 32 are combined in groups."""
     w = split_work("causal_bottom_right", pipeline, SMALL, q_len=5, kv_len=350)
-    first = w.run(kv_splits=3)
-    for leaves in (4, 33, 70):
-        assert differing(w.run(kv_splits=leaves), first) == 0
+    assert differing(w.run(kv_splits=leaves), w.run(kv_splits=3)) == 0
 
 
 @pytest.mark.sampled("ampere-tile0", "hopper-None")
@@ -94,19 +96,20 @@ def test_tiles_of_queries_and_packed_heads(pipeline, tile):
     assert differing(other.run(kv_splits=3), small) == 0
 
 
+@pytest.mark.sampled("ampere-100-229", "hopper-100-229")
 @pytest.mark.slow
+@pytest.mark.parametrize(("start", "end"), [(0, 100), (100, 229), (229, 300)])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_a_chunk_of_a_prompt_has_its_rows(pipeline):
+def test_a_chunk_of_a_prompt_has_its_rows(pipeline, start, end):
     """Each chunk has the keys up to its own end alone, and so other numbers of leaves."""
     whole = split_work("causal", pipeline, SMALL, q_len=300, kv_len=300)
     found, (q, k, v) = whole.run(kv_splits=3), whole.qkv
-    for start, end in ((0, 100), (100, 229), (229, 300)):
-        shape = {"q_lengths": (end - start,), "kv_lengths": (end,), "q_offset": (start,)}
-        chunk = split_batch("causal", pipeline, SMALL, q_len=end - start, kv_len=end, **shape)
-        own = tuple(x.float().numpy() for x in (q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
-        part = dataclasses.replace(chunk, qkv=own).run(kv_splits=SMALL.number(end))
-        rows = found._replace(o=found.o[:, :, start:end], lse=found.lse[:, :, start:end])
-        assert differing(part, rows) == 0
+    shape = {"q_lengths": (end - start,), "kv_lengths": (end,), "q_offset": (start,)}
+    chunk = split_batch("causal", pipeline, SMALL, q_len=end - start, kv_len=end, **shape)
+    own = tuple(x.float().numpy() for x in (q[:, :, start:end], k[:, :, :end], v[:, :, :end]))
+    part = dataclasses.replace(chunk, qkv=own).run(kv_splits=SMALL.number(end))
+    rows = found._replace(o=found.o[:, :, start:end], lse=found.lse[:, :, start:end])
+    assert differing(part, rows) == 0
 
 
 @pytest.mark.sampled("causal-ampere-shape0", "sliding_window-hopper-shape1")

@@ -94,21 +94,21 @@ def chosen(mask, **options):
     return planner.menu(variant, "sm_90a", "bfloat16", 128, **options).plans[0]
 
 
+@pytest.mark.sampled(dropout=(False,))
 @pytest.mark.slow
-def test_masks_that_read_by_a_query_or_a_key_look_up():
+@pytest.mark.parametrize("dropout", [False, True])
+def test_masks_that_read_by_a_query_or_a_key_look_up(dropout):
     doc, pairs = torch.zeros(2, 64, dtype=torch.int32), torch.zeros(64, 64, dtype=torch.bool)
     wide = torch.zeros(64, 5, dtype=torch.int64)
-    looking = chosen(lambda b, h, q, k: doc[b, q] == doc[b, k])
+    looking = chosen(lambda b, h, q, k: doc[b, q] == doc[b, k], dropout=dropout)
     assert isinstance(looking.specialized.mask, MaskByLookups)
     assert isinstance(chosen(lambda b, h, q, k: k <= q).specialized.mask, MaskByElement), "it reads nothing"
     assert isinstance(chosen(lambda b, h, q, k: pairs[q, k]).specialized.mask, MaskFromBits), "both select"
     many = chosen(lambda b, h, q, k: (wide[q] == wide[k]).all(-1))
     assert isinstance(many.specialized.mask, MaskAsBits), "it reads more than registers hold"
-    dropping = chosen(lambda b, h, q, k: doc[b, q] == doc[b, k], dropout=True)
-    for plan in (looking, dropping):
-        text = emit(plan)
-        assert nvrtc.compile(text, plan.arch).resources.spills == 0
-        assert text.count("look_up(") == 4 and "__shfl_sync(~0u, doc_k[place / 32]" in text
+    text = emit(looking)
+    assert nvrtc.compile(text, looking.arch).resources.spills == 0
+    assert text.count("look_up(") == 4 and "__shfl_sync(~0u, doc_k[place / 32]" in text
 
 
 def test_a_mask_without_flags_of_keys_or_with_more_than_words_say_is_asked_for_elements():
@@ -124,18 +124,17 @@ def test_a_mask_without_flags_of_keys_or_with_more_than_words_say_is_asked_for_e
         assert not isinstance(chosen(mask).specialized.mask, MaskInWords), why
 
 
-def test_no_element_of_a_mask_in_words_is_passed_on():
+@pytest.mark.sampled(dropout=(True,))
+@pytest.mark.parametrize("dropout", [False, True])
+def test_no_element_of_a_mask_in_words_is_passed_on(dropout):
     flag = torch.zeros(64, dtype=torch.bool)
-    for options in ({}, {"dropout": True}):
-        plan = chosen(lambda b, h, q, k: (abs(q - k) <= 128) | flag[q] | flag[k], **options)
-        text = emit(plan)
-        assert (
-            isinstance(plan.specialized.mask, MaskInWords)
-            and "keep(" not in text
-            and "__shfl_sync(~0u, flag" not in text
-        )
-        assert "return ((ones_from(q - 128 - k) & ones_below(q + 129 - k)) | ones_if(at.flag_q)) | at.flag_k;" in text
-        assert nvrtc.compile(text, plan.arch).resources.spills == 0
+    plan = chosen(lambda b, h, q, k: (abs(q - k) <= 128) | flag[q] | flag[k], dropout=dropout)
+    text = emit(plan)
+    assert (
+        isinstance(plan.specialized.mask, MaskInWords) and "keep(" not in text and "__shfl_sync(~0u, flag" not in text
+    )
+    assert "return ((ones_from(q - 128 - k) & ones_below(q + 129 - k)) | ones_if(at.flag_q)) | at.flag_k;" in text
+    assert nvrtc.compile(text, plan.arch).resources.spills == 0
 
 
 def test_a_word_that_others_are_made_of_is_written_once():

@@ -66,16 +66,17 @@ MENUS = [
 ]
 
 
-@pytest.mark.sampled("hopper-full-bfloat16", "ampere-causal-bfloat16")
+@pytest.mark.sampled("hopper-causal-float16-0", "ampere-causal-bfloat16-0")
 @pytest.mark.slow
+@pytest.mark.parametrize("turn", [0, 1])
 @pytest.mark.parametrize(("pipeline", "spec", "dtype"), MENUS)
-def test_every_kernel_of_a_menu_gives_the_same_bits(pipeline, spec, dtype):
+def test_every_kernel_of_a_menu_gives_the_same_bits(pipeline, spec, dtype, turn):
     w = peaked(work(spec, pipeline, dtype=dtype, head_dim=128 if spec == "softcap" else 64, **TILES[pipeline], **SHAPE))
     plans = forms(w)
     assert len(plans) > 1
-    first, *others = (bits(w, plan) for plan in plans)
-    for plan, found in zip(plans[1:], others, strict=True):
-        assert differing(first, found) == 0, plan.tile
+    first = bits(w, plans[0])
+    for plan in plans[1 + turn :: 2]:
+        assert differing(first, bits(w, plan)) == 0, plan.tile
 
 
 @pytest.mark.sampled("1-ampere", "70-hopper")

@@ -107,7 +107,7 @@ def test_a_combination(edit, words):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled("attention_backward_prepare, neither", "attention_backward_prepare, the other order")
+@pytest.mark.sampled("attention_backward_prepare, the other order")
 @pytest.mark.parametrize(
     "edit, words",
     [m for name in ("prepare", "finish") for m in of(f"attention_backward_{name}")]

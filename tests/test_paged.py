@@ -62,7 +62,7 @@ def test_copies_of_whole_rows(head_dims, page_size):
     check(w, page_size)
 
 
-@pytest.mark.sampled("head_boxes", "group of v")
+@pytest.mark.sampled("head_boxes")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("old", "new"),
@@ -96,7 +96,6 @@ def test_every_spec(pipeline, spec):
     "ampere-causal-{'kv_lengths': (60, 211), 'head_dim': 72, 'v_head_dim': 40, 'dtype': 'float16'}",
     "ampere-causal-{'q_offset': (69, 5), 'q_lengths': (1, 3), 'kv_lengths': (70, 150), 'layout': Varlen(), 'heads': 4}",
     "hopper-causal-{'q_offset': 37}",
-    "hopper-causal-{'kv_lengths': (63, 0, 211), 'q_lengths': (0, 70, 64), 'layout': Varlen()}",
 )
 @pytest.mark.slow
 @pytest.mark.parametrize(
@@ -128,13 +127,13 @@ def test_packed_heads(layout):
     check(batch("causal", "hopper", packed=True, heads=4, q_offset="end", layout=layout, **lengths), 16)
 
 
+@pytest.mark.sampled(seed=(1,))
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_dropout_and_any_order_of_warps(pipeline):
+def test_dropout_and_any_order_of_warps(pipeline, seed):
     w = in_pages(batch("causal", pipeline, dropout=Dropout(p=0.3, seed=5, offset=0), **LENGTHS), 16)
-    found = w.walked().o
-    for seed in (None, 1):
-        np.testing.assert_allclose(w.run(seed=seed).o, found, atol=0.05)
+    np.testing.assert_allclose(w.run(seed=seed).o, w.walked().o, atol=0.05)
 
 
 @pytest.mark.slow

@@ -51,16 +51,7 @@ def differences(variant, problem, case, tile, dlse=True, **options):
     return {name: pair for name, pair in wanted.items() if pair[0] != pair[1]}
 
 
-@pytest.mark.sampled(
-    "alibi-True",
-    "blocks-False",
-    "causal-False",
-    "full-True",
-    "gpt_oss-False",
-    "local_softcap-True",
-    "log_distance-False",
-    "softcap-False",
-)
+@pytest.mark.sampled("blocks-False", "causal-False", "full-True", "local_softcap-True", "log_distance-False")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "deterministic"), [(name, deterministic) for name in SPECS for deterministic in (False, True)]

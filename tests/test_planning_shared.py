@@ -40,16 +40,17 @@ def plans(variant, gradients):
             yield planner.backward_menu(variant, "sm_90a", "bfloat16", head_dim, pipeline="hopper", **options).plans[0]
 
 
-@pytest.mark.sampled("nothing_hidden")
+@pytest.mark.sampled("nothing_hidden-0")
 @pytest.mark.slow
+@pytest.mark.parametrize("turn", range(3))
 @pytest.mark.parametrize("name", list(MASKS))
-def test_shared_is_what_the_plan_counted(name):
+def test_shared_is_what_the_plan_counted(name, turn):
     mask = fg.variant(MASKS[name], name=name)
     score = mask.score(lambda s, b, h, q, k: s + bias[h, k])
     found = [*plans(mask, ()), *plans(score, ("bias",))]
     assert {plan.deterministic for plan in found} == {False, True}
     assert {plan.head_dim for plan in found} >= {64, 96}
-    for plan in found:
+    for plan in found[turn::3]:
         declarations, proven, _ = emit(plan).partition(', "what the plan counted");\n\n//')
         assert proven
         nvrtc.ptx(declarations + ', "what the plan counted");', "sm_90a")

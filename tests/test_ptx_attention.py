@@ -41,7 +41,9 @@ def check(w, **options):
     return result
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(
+    *("ampere-longformer", "ampere-relative_bias", "ampere-tree", "hopper-causal", "hopper-document", "hopper-softcap")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "spec"), [(pipeline, spec) for pipeline in PIPELINES for spec in SPECS])
 def test_every_spec(pipeline, spec):
@@ -78,7 +80,7 @@ def test_shapes(pipeline, shape):
     check(work("causal", pipeline, **shape))
 
 
-@pytest.mark.sampled("ampere-causal-64", "hopper-full-64")
+@pytest.mark.sampled("ampere-causal-64", "hopper-causal-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "spec", "head_dim"),
@@ -104,7 +106,6 @@ def test_the_planners_first_choice(pipeline, spec, head_dim):
     "ampere-std4-bfloat16",
     "ampere-sink-float16",
     "hopper-own-float16",
-    "hopper-outliers-bfloat16",
     "hopper-outliers-float16",
 )
 @pytest.mark.slow
@@ -223,9 +224,9 @@ def test_random_masks_visit_the_tiles_that_python_lists(seed):
 NIGHTLY_ORDERS = pytest.mark.nightly(sibling="test_any_order_of_warps_and_copies_gives_the_same_bits")
 
 
-@pytest.mark.sampled("ampere-more0-3", "hopper-more3-3")
+@pytest.mark.sampled("ampere-more0-1", "hopper-more3-1")
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(3), pytest.param(range(3, 20), marks=NIGHTLY_ORDERS)], ids=len)
+@pytest.mark.parametrize("seeds", [range(1), pytest.param(range(1, 20), marks=NIGHTLY_ORDERS)], ids=len)
 @pytest.mark.parametrize(
     ("pipeline", "more"),
     [("ampere", {"stages": 2}), ("ampere", {"stages": 3}), ("hopper", {"q_stages": 1}), ("hopper", {"q_stages": 2})],

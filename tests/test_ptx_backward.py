@@ -27,7 +27,7 @@ def test_a_nan_beside_a_number_gets_no_gradient(score):
     check(Backward(fg.variant(score=score), q_len=33, kv_len=40, head_dim=32))
 
 
-@pytest.mark.sampled("causal_bottom_right", "gpt_oss", "prefix_lm", "tree")
+@pytest.mark.sampled("gpt_oss", "prefix_lm", "tree")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_spec(spec):
@@ -59,7 +59,7 @@ PRECISE = {
 PEAKED = "test_peaked_inputs_have_the_gradients_of_an_exact_softmax"
 
 
-@pytest.mark.sampled("hopper_score-std4-bfloat16", "ampere_by_query-std4-bfloat16", "ampere_score-std4-bfloat16")
+@pytest.mark.sampled("hopper_score-std4-bfloat16", "ampere_by_query-std4-bfloat16")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("inputs", "dtype"),
@@ -132,11 +132,13 @@ def test_shapes(shape):
     check(Backward("causal_bottom_right", **shape))
 
 
+@pytest.mark.sampled("2")
 @pytest.mark.slow
-def test_any_order_of_warps_and_copies_is_right():
+@pytest.mark.parametrize("seeds", [range(2), range(2, 5)], ids=len)
+def test_any_order_of_warps_and_copies_is_right(seeds):
     b = Backward("sliding_window", q_len=70, kv_len=140)
     lockstep = b.run()
-    for seed in range(5):
+    for seed in seeds:
         result = b.run(seed=seed)
         np.testing.assert_array_equal(result.dk, lockstep.dk)
         np.testing.assert_array_equal(result.dv, lockstep.dv)

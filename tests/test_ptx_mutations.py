@@ -236,10 +236,8 @@ def test_ampere(name):
 
 @pytest.mark.sampled(
     "wrong mbarrier phase",
-    "wrong phase of the empty barriers",
     "missing expect_tx",
     "dropped named barrier",
-    "dropped block barrier",
     "unaligned destination",
 )
 @pytest.mark.slow

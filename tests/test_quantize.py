@@ -434,6 +434,9 @@ def test_a_mutation_is_seen(monkeypatch):
         assert any(not np.array_equal(a.reshape(b.shape), b) for a, b in zip(found, wanted, strict=True)), old
 
 
+@pytest.mark.sampled(
+    *("read while written", "not awaited", "known of another head", "peaks of many", "an infinity", "behind 32")
+)
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "old, new, error, tiles",
@@ -450,6 +453,15 @@ def test_a_mutation_is_seen(monkeypatch):
             AssertionError,
             34,
         ),
+    ],
+    ids=[
+        "read while written",
+        "not awaited",
+        "an infinity of many",
+        "known of another head",
+        "peaks of many",
+        "an infinity",
+        "behind 32",
     ],
 )
 def test_peaks_of_other_blocks_are_handed_over(monkeypatch, old, new, error, tiles):
@@ -487,13 +499,14 @@ def test_every_float_converts_to_nearest_even_by_bits():
     np.testing.assert_array_equal(found[~np.isnan(x)], by_torch[~np.isnan(x)])
 
 
+@pytest.mark.sampled("sm_80-240-128", "sm_90a-128-None")
 @pytest.mark.slow
+@pytest.mark.parametrize(("head_dim", "block"), [(128, None), (240, 128)])
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_kernels_spill_nothing(arch):
-    for head_dim, block in ((128, None), (240, 128)):
-        plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True)
-        compiled = nvrtc.compile(emit(plan), arch)
-        assert compiled.resources.spills == 0 and compiled.performance_losses == ()
+def test_kernels_spill_nothing(arch, head_dim, block):
+    plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True)
+    compiled = nvrtc.compile(emit(plan), arch)
+    assert compiled.resources.spills == 0 and compiled.performance_losses == ()
 
 
 def test_python_counts_parameters_as_cuda_does():

@@ -252,17 +252,22 @@ def test_a_mutation_is_seen(monkeypatch):
         assert any(not np.array_equal(a.reshape(b.shape), b) for a, b in zip(found, wanted, strict=True)), old
 
 
+@pytest.mark.sampled("sm_80-240-128-halves", "sm_90a-256-None-interleaved")
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_kernels_spill_nothing(arch):
-    for head_dim, block, of in (
+@pytest.mark.parametrize(
+    ("head_dim", "block", "of"),
+    [
         (240, 128, Angles(dtype="float32")),
         (256, None, Angles(dtype="bfloat16", interleaved=True)),
         (112, None, Angles(dtype="float32")),
-    ):
-        plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True, angles=of)
-        compiled = nvrtc.compile(emit(plan), arch)
-        assert compiled.resources.spills == 0 and compiled.performance_losses == ()
+    ],
+    ids=["240-128-halves", "256-None-interleaved", "112-None-halves"],
+)
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
+def test_kernels_spill_nothing(arch, head_dim, block, of):
+    plan = planning.plan(arch, "bfloat16", head_dim, block=block, rotated=True, centred=True, angles=of)
+    compiled = nvrtc.compile(emit(plan), arch)
+    assert compiled.resources.spills == 0 and compiled.performance_losses == ()
 
 
 def test_kernels_without_it_know_nothing_of_it():

@@ -369,20 +369,25 @@ def test_a_mutation_is_seen(name, monkeypatch):
         same_rows(group, *both(group, 128)[:2])
 
 
+@pytest.mark.sampled("sm_80-128-None-padded", "sm_90a-240-128-varlen")
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("head_dim", "block", "layout"),
+    [(240, 128, Varlen()), (256, None, Varlen()), (128, None, Padded())],
+    ids=["240-128-varlen", "256-None-varlen", "128-None-padded"],
+)
 @pytest.mark.parametrize("arch", ["sm_80", "sm_90a"])
-def test_kernels_spill_nothing(arch):
-    for head_dim, block, layout in ((240, 128, Varlen()), (256, None, Varlen()), (128, None, Padded())):
-        plan = planning.plan(
-            *(arch, "bfloat16", head_dim),
-            block=block,
-            rotated=True,
-            centred=True,
-            angles=Angles(dtype="float32"),
-            layout=layout,
-        )
-        compiled = nvrtc.compile(emit(plan), arch)
-        assert compiled.resources.spills == 0 and compiled.performance_losses == ()
+def test_kernels_spill_nothing(arch, head_dim, block, layout):
+    plan = planning.plan(
+        *(arch, "bfloat16", head_dim),
+        block=block,
+        rotated=True,
+        centred=True,
+        angles=Angles(dtype="float32"),
+        layout=layout,
+    )
+    compiled = nvrtc.compile(emit(plan), arch)
+    assert compiled.resources.spills == 0 and compiled.performance_losses == ()
 
 
 @pytest.mark.parametrize("block", [128, None])

@@ -276,6 +276,7 @@ def test_sequences_that_lie_behind_each_other(spec, pipeline, shape):
     np.testing.assert_allclose(found.lse[seen], whole.lse[seen], atol=4e-6)
 
 
+@pytest.mark.sampled("keys1-40", "keys2-3")
 @pytest.mark.slow
 @pytest.mark.parametrize(("keys", "splits"), [(IN_TURNS, 3), (IN_TURNS, 40), (Leaves(keys=128), 3)])
 def test_blocks_whose_rows_are_of_no_sequence_wait_too(keys, splits):
@@ -390,7 +391,7 @@ def test_a_wrong_combination_is_noticed(name, monkeypatch):
     assert noticed(w, COMBINE[name], splits)
 
 
-@pytest.mark.sampled("a lost part", "the maximum of one warp's parts")
+@pytest.mark.sampled("the maximum of one warp's parts")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BY_BLOCK)
 def test_a_wrong_combination_by_a_block_is_noticed(name):

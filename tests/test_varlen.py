@@ -39,7 +39,7 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, layout=Varlen(), **LENGTHS))
 
 
-@pytest.mark.sampled(every=7)
+@pytest.mark.sampled("ampere-full-three", "ampere-causal-four heads", "hopper-full-more than a warp counts")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
@@ -48,9 +48,10 @@ def test_every_spec(pipeline, spec):
         {"q_lengths": (33, 100), "kv_lengths": (70, 150), "q_offset": "end", "poisoned": 1, "q_stages": 2},
         {"q_lengths": (1, 3, 1), "kv_lengths": (70, 150, 1), "q_offset": (69, 5, 0), "heads": 4, "dtype": "float16"},
         {"q_lengths": (64, 65), "kv_lengths": (64, 129), "head_dim": 72, "v_head_dim": 40},
+        {"q_lengths": tuple(i % 3 for i in range(40)), "kv_lengths": tuple(i % 5 for i in range(40)), "poisoned": 38},
         {"q_lengths": tuple(i % 3 for i in range(70)), "kv_lengths": tuple(i % 5 for i in range(70)), "poisoned": 68},
     ],
-    ids=str,
+    ids=["three", "from the end", "four heads", "other head dims", "more than a warp counts", "more than two count"],
 )
 @pytest.mark.parametrize(
     ("pipeline", "spec"), [(pipeline, spec) for pipeline in PIPELINES for spec in ("full", "causal")]
@@ -66,15 +67,15 @@ def test_packed_heads(spec):
     check(batch(spec, "hopper", layout=Varlen(), packed=True, heads=4, kv_heads=1, **LENGTHS))
 
 
+@pytest.mark.sampled(seed=(1,))
 @pytest.mark.slow
+@pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("pipeline", PIPELINES)
-def test_dropout_and_any_order_of_warps(pipeline):
+def test_dropout_and_any_order_of_warps(pipeline, seed):
     dropout = Dropout(p=0.3, seed=5, offset=0)
     lengths = {**LENGTHS, "poisoned": 2}
     w = batch("causal", pipeline, layout=Varlen(), dropout=dropout, **lengths)
-    found = walked(w).o
-    for seed in (None, 1):
-        np.testing.assert_allclose(w.run(seed=seed).o, found, atol=0.05)
+    np.testing.assert_allclose(w.run(seed=seed).o, walked(w).o, atol=0.05)
 
 
 @pytest.mark.slow
@@ -126,14 +127,20 @@ def test_gradients_of_shapes(spec, deterministic, shape):
     check_gradients(batch(spec, "ampere", layout=Varlen(), **shape), deterministic=deterministic)
 
 
+@pytest.mark.sampled("dropout", "slopes")
 @pytest.mark.slow
-def test_gradients_with_options():
-    lengths = {**LENGTHS, "poisoned": 2}
-    dropout = Dropout(p=0.3, seed=1, offset=0)
-    check_gradients(batch("causal", "ampere", layout=Varlen(), dropout=dropout, **lengths))
-    for deterministic in (False, True):
-        w = batch("alibi", "ampere", layout=Varlen(), **lengths)
-        check_gradients(w, gradients=("slopes",), deterministic=deterministic)
+@pytest.mark.parametrize(
+    ("spec", "dropout", "options"),
+    [
+        ("causal", Dropout(p=0.3, seed=1, offset=0), {}),
+        ("alibi", None, {"gradients": ("slopes",)}),
+        ("alibi", None, {"gradients": ("slopes",), "deterministic": True}),
+    ],
+    ids=["dropout", "slopes", "slopes in one order"],
+)
+def test_gradients_with_options(spec, dropout, options):
+    shape = {**LENGTHS, "poisoned": 2, "dropout": dropout}
+    check_gradients(batch(spec, "ampere", layout=Varlen(), **shape), **options)
 
 
 MUTATIONS = [

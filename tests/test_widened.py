@@ -304,18 +304,18 @@ def test_what_is_wrong_is_seen(name):
 
 
 # ---------------------------------------------------------------- plans
-@pytest.mark.sampled("sm_90a-float8_e4m3fn-64", "sm_80-bfloat16-64")
+@pytest.mark.sampled("sm_90a-float8_e4m3fn-64-split pages", "sm_80-bfloat16-64-whole")
 @pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, SPLIT, {**SPLIT, "layout": Paged()}], ids=["whole", "split", "split pages"])
 @pytest.mark.parametrize(
     ("arch", "of_q", "head_dim"), list(itertools.product(("sm_90a", "sm_80"), (BF16, E4M3), (64, 128, 192, 256)))
 )
-def test_no_kernel_spills(arch, of_q, head_dim):
+def test_no_kernel_spills(arch, of_q, head_dim, options):
     fixed = {"pipeline": "ampere", "k_dtype": E4M3, "v_dtype": E4M3}
-    for options in ({}, SPLIT, {**SPLIT, "layout": Paged()}):
-        menu = planner.menu_of(KernelRequest.of(load_spec("causal").bind(), arch, of_q, head_dim, **fixed, **options))
-        for plan in menu.plans:
-            found = nvrtc.compile(emit(plan), plan.arch)
-            assert found.resources.spills == 0, (plan.tile, plan.stages, plan.warps, options, found.resources)
+    menu = planner.menu_of(KernelRequest.of(load_spec("causal").bind(), arch, of_q, head_dim, **fixed, **options))
+    for plan in menu.plans:
+        found = nvrtc.compile(emit(plan), plan.arch)
+        assert found.resources.spills == 0, (plan.tile, plan.stages, plan.warps, options, found.resources)
 
 
 def test_who_widens():
