@@ -914,7 +914,7 @@ struct Consumer {
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       const float sum = quad_sum(done.sum[r]);
-      const float of_keys = lse_of(done.row_max[r], sum);
+      const float of_keys = lse_of(done.row_max[r], sum);  // of any sum: a branch would part the two rows
       lse[r] = sum == 0.f ? MINUS_INFINITY : of_keys;
       factor[r] = sum == 0.f ? 0.f : rcp(sum);
     }

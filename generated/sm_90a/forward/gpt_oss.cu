@@ -946,7 +946,7 @@ struct Consumer {
     for (int r = 0; r < 2; r++) {
       const float followed = join_sink(done.row_max[r], done.sum[r], sink(work.b, work.h, p) * LOG2E);
       const float sum = quad_sum(done.sum[r]);
-      const float of_keys = lse_of(done.row_max[r], sum);
+      const float of_keys = lse_of(done.row_max[r], sum);  // of any sum: a branch would part the two rows
       lse[r] = sum == 0.f ? MINUS_INFINITY : of_keys;
       factor[r] = sum == 0.f ? 0.f : followed * rcp(sum);
     }
