@@ -15,6 +15,7 @@ from flashgen.codegen import emit
 from flashgen.interpreter.simulate import Simulated, simulate
 from flashgen.lang.load import load_spec
 from flashgen.lang.variant import Variant
+from flashgen.planning.members import SoftCap
 from flashgen.planning.pipelines.ampere import forward as ampere
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.plan import KernelPlan
@@ -64,6 +65,15 @@ class Work:
         o = torch.from_numpy(result.o).to(getattr(torch, self.problem.dtype))
         verdict = judge(o, base, ref, self.problem.dtype)
         return verdict.reasons + judge_lse(torch.from_numpy(result.lse), ref_lse)
+
+    def lse_error(self) -> float:
+        """How far lse may be from that of the walk: what float32 rounds, and of a soft cap the 2^-17.4 of its value by
+        which `small_tanh` (templates/device/math.cuh) errs, of the largest score."""
+        if not isinstance(getattr(self.plan.specialized, "score", None), SoftCap):
+            return 4e-6
+        q, k, _ = (x.double() for x in self.qkv)
+        scores = q @ k.repeat_interleave(q.shape[1] // k.shape[1], dim=1).mT * self.scale
+        return 4e-6 + 2.0**-17.4 * scores.abs().max().item()
 
 
 def plan_of(

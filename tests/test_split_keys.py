@@ -55,7 +55,7 @@ def check(w, splits, **options):
         **{"scale": w.scale, "dtype": p.dtype, "kv_splits": splits},
     )
     assert walked.traffic == counted
-    np.testing.assert_allclose(walked.lse, result.lse, atol=4e-6)
+    np.testing.assert_allclose(walked.lse, result.lse, atol=w.lse_error())
     predicted = predict(w.plan, p, w.case, splits=splits)
     assert (predicted.hbm.read_bytes, predicted.hbm.write_bytes) == (counted.read_bytes, counted.write_bytes)
     combining = split_keys.entry(w.plan, split_keys.rows(w.plan, p), splits)
