@@ -7,18 +7,18 @@ of each warpgroup adds up what each part took.  This needs a GPU; `--compile` sa
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import re
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from unittest import mock
 
+from flashgen.bench import cells
 from flashgen.bench.cells import Cell
 from flashgen.codegen import emit
-from flashgen.lang.load import load_spec
 from flashgen.planning import planner
 from flashgen.planning.plan import KernelPlan
-from flashgen.planning.problem import Problem
 from flashgen.runtime import nvrtc
 
 #: Parts, how the function begins in which each ends (any, where that is empty), and the line behind which it has ended.
@@ -91,21 +91,6 @@ def chosen(cell: Cell) -> KernelPlan:
     return planner.choose(found, p, sms=132)
 
 
-def cells(args: argparse.Namespace) -> Iterator[Cell]:
-    """16,384 tokens and heads of 2,048 columns, as `flashgen bench hopper` has them."""
-    for spec in args.specs:
-        for d in args.head_dims:
-            for n in args.seqlens:
-                shape = {
-                    "batch": max(1, 16384 // n),
-                    "heads": 2048 // d,
-                    "kv_heads": 2048 // d,
-                    "q_len": n,
-                    "kv_len": n,
-                }
-                yield Cell(specs=(spec,), problem=Problem(**shape, head_dim=d, v_head_dim=d, dtype="bfloat16"))
-
-
 def measured(cell: Cell, name: str) -> dict[str, int]:
     """Clocks of each part, and how many steps and tiles there were, of one call on the current GPU."""
     import numpy as np
@@ -149,10 +134,9 @@ def main() -> None:
     parser.add_argument("--input", default="normal", help="as flashgen bench data names it")
     parser.add_argument("--compile", action="store_true", help="only compile the texts")
     args = parser.parse_args()
-    for name in args.specs:
-        load_spec(name)  # says what is wrong with a name
     with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, FLASHGEN_CACHE_DIR=folder):
-        for cell in cells(args):
+        for asked in itertools.product(args.specs, args.head_dims, args.seqlens):
+            cell = cells.cell(*asked)
             plan = chosen(cell)
             if args.compile:
                 spilled = nvrtc.compile(marked(emit(plan)), plan.arch).resources.spill_stores

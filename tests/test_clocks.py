@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-
 import pytest
-from clocks import PARTS, cells, chosen, marked
+from clocks import PARTS, chosen, marked
 
+from flashgen.bench.cells import cell
 from flashgen.codegen import emit
 from flashgen.runtime import nvrtc
 
@@ -17,8 +16,7 @@ from flashgen.runtime import nvrtc
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("spec", ["full", "causal"])
 def test_marked_kernels_spill_nothing(spec, head_dim, seqlen):
-    [cell] = cells(argparse.Namespace(specs=[spec], head_dims=[head_dim], seqlens=[seqlen]))
-    plan = chosen(cell)
+    plan = chosen(cell(spec, head_dim, seqlen))
     text = marked(emit(plan))
     assert all(f"mark<{i}>();" in text for i in range(len(PARTS)))
     compiled = nvrtc.compile(text, plan.arch)

@@ -110,10 +110,7 @@ def test_where_a_tile_ends_changes_no_bit(spec, q_stages):
 @pytest.mark.parametrize(
     ("edit", "noticed"),
     [
-        (
-            replace("      await_pv();\n      store(state);\n", "      store(state);\n      await_pv();\n"),
-            errors.NotComplete,
-        ),
+        (replace(AWAIT_PV + STORE, STORE + AWAIT_PV), errors.NotComplete),
         (replace("      release(shared.q_pipe[warpgroup], q_ring);\n", ""), errors.Deadlock),
     ],
     ids=["O before its last product", "queries that are kept"],
