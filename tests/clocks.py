@@ -7,12 +7,15 @@ of each warpgroup adds up what each part took.  This needs a GPU; `--compile` sa
 from __future__ import annotations
 
 import argparse
+import contextlib
 import itertools
 import os
 import re
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from unittest import mock
+
+import numpy as np
 
 from flashgen.bench import cells
 from flashgen.bench.cells import Cell
@@ -30,7 +33,7 @@ PARTS: Sequence[tuple[str, str, str]] = (
     ("softmax", "", r" *exponentiate_rows\(.*\n"),
     ("P V awaited", "  DEVICE void await_pv(", r" *pin\(o\);\n"),
     ("P rounded", "", r" *round\(s\);\n"),
-    ("O rescaled", "", r" *if \(moved\) rescale\(\);\n"),
+    ("O rescaled", "", r" *if \(moved\) rescale(_o)?\(\);\n"),
     ("tile awaited", "  DEVICE void run(", r" *(const Work coming = await_work|work_ring = await_visible)\(.*\n"),
     ("queries awaited", "", r" *await_full\(shared\.q_pipe\[warpgroup\], q_ring\);\n"),
     ("factors and lse", "  DEVICE void store(", r" *multiply_rows\(o, factor\);\n"),
@@ -91,14 +94,10 @@ def chosen(cell: Cell) -> KernelPlan:
     return planner.choose(found, p, sms=132)
 
 
-def measured(cell: Cell, name: str) -> dict[str, int]:
-    """Clocks of each part, and how many steps and tiles there were, of one call on the current GPU."""
-    import numpy as np
-    import torch
+@contextlib.contextmanager
+def counting() -> Iterator[list]:
+    """Where kernels count clocks: the modules that are loaded there.  A kernel serves other cells from then on."""
     from cuda.bindings import driver as api
-
-    from flashgen.bench import inputs
-    from flashgen.ops.attention import attention
 
     modules, load, compiled = [], api.cuModuleLoadData, nvrtc.compile
 
@@ -110,20 +109,50 @@ def measured(cell: Cell, name: str) -> dict[str, int]:
     def compile_marked(text: str, *args, **options) -> nvrtc.Compiled:
         return compiled(marked(text) if "struct Consumer {" in text else text, *args, **options)
 
-    q, k, v, _ = inputs.draw(cell.problem, 0, name)
     with mock.patch.object(api, "cuModuleLoadData", loaded), mock.patch.object(nvrtc, "compile", compile_marked):
-        attention(q, k, v, cell.variant())
-    totals = np.zeros((2, 2 * len(PARTS)), np.uint64)
-    for total in totals:  # the first call warmed up
-        torch.cuda.synchronize()
-        for module in modules:
-            status, address, size = api.cuModuleGetGlobal(module, b"clocks")
-            if int(status) == 0:
-                api.cuMemcpyDtoH(total.ctypes.data, address, size)
-        attention(q, k, v, cell.variant())
-    spent, times = np.split((totals[1] - totals[0]).astype(int), 2)
+        yield modules
+
+
+def totals(modules: Sequence) -> np.ndarray:
+    """What all counters of these modules hold now: clocks of each part, then how often each ended."""
+    import torch
+    from cuda.bindings import driver as api
+
+    torch.cuda.synchronize()
+    total = np.zeros(2 * len(PARTS), np.uint64)
+    for module in modules:
+        status, address, size = api.cuModuleGetGlobal(module, b"clocks")
+        if int(status) == 0:
+            held = np.zeros_like(total)
+            api.cuMemcpyDtoH(held.ctypes.data, address, size)
+            total += held
+    return total
+
+
+def measured(cell: Cell, name: str, modules: Sequence) -> dict[str, int]:
+    """Clocks of each part, and how many steps and tiles there were, of one call on the current GPU."""
+    from flashgen.bench import inputs
+    from flashgen.ops.attention import attention
+
+    q, k, v, _ = inputs.draw(cell.problem, 0, name)
+    attention(q, k, v, cell.variant())  # compiles, and warms up
+    before = totals(modules)
+    attention(q, k, v, cell.variant())
+    spent, times = np.split((totals(modules) - before).astype(int), 2)
     found = {part: int(clocks) for (part, _, _), clocks in zip(PARTS, spent, strict=True)}
     return found | {"steps": int(times[STEP]), "tiles": int(times[TILE])}
+
+
+def table(found: dict[str, int]) -> str:
+    """Clocks of a tile of queries, by part.  Raises SystemExit where no tile was counted."""
+    steps, tiles = found.pop("steps"), found.pop("tiles")
+    if not tiles:
+        raise SystemExit("no kernel of pipeline hopper ran here: it takes a GPU of compute capability 9.0")
+    lines = [
+        f"{sum(found.values()) / tiles:,.0f} clocks a tile of queries",
+        f"  {'part':16} {'a tile':>9} {'a step':>8}   ({steps / tiles:.1f} steps a tile)",
+    ]
+    return "\n".join(lines + [f"  {part:16} {n / tiles:9,.0f} {n / steps:8,.0f}" for part, n in found.items()])
 
 
 def main() -> None:
@@ -131,25 +160,23 @@ def main() -> None:
     parser.add_argument("specs", nargs="+")
     parser.add_argument("--head-dims", nargs="+", type=int, default=[128])
     parser.add_argument("--seqlens", nargs="+", type=int, default=[8192])
-    parser.add_argument("--input", default="normal", help="as flashgen bench data names it")
+    parser.add_argument("--inputs", nargs="+", default=["normal"], help="as flashgen bench data names them")
     parser.add_argument("--compile", action="store_true", help="only compile the texts")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory() as folder, mock.patch.dict(os.environ, FLASHGEN_CACHE_DIR=folder):
-        for asked in itertools.product(args.specs, args.head_dims, args.seqlens):
-            cell = cells.cell(*asked)
+    asked = itertools.product(args.specs, args.head_dims, args.seqlens)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.dict(os.environ, FLASHGEN_CACHE_DIR=folder),
+        counting() as modules,
+    ):
+        for cell in itertools.starmap(cells.cell, asked):
             plan = chosen(cell)
             if args.compile:
-                spilled = nvrtc.compile(marked(emit(plan)), plan.arch).resources.spill_stores
+                spilled = nvrtc.compile(emit(plan), plan.arch).resources.spill_stores
                 print(f"{cell}, tile {plan.tile}: {spilled} bytes spilled")
                 continue
-            found = measured(cell, args.input)
-            steps, tiles = found.pop("steps"), found.pop("tiles")
-            if not tiles:
-                raise SystemExit("no kernel of pipeline hopper ran here: it takes a GPU of compute capability 9.0")
-            print(f"{cell}, tile {plan.tile}: {sum(found.values()) / tiles:,.0f} clocks a tile of queries")
-            print(f"  {'part':16} {'a tile':>9} {'a step':>8}   ({steps / tiles:.1f} steps a tile)")
-            for part, clocks in found.items():
-                print(f"  {part:16} {clocks / tiles:9,.0f} {clocks / steps:8,.0f}")
+            for name in args.inputs:
+                print(f"{cell} {name}, tile {plan.tile}: {table(measured(cell, name, modules))}")
 
 
 if __name__ == "__main__":
