@@ -18,6 +18,7 @@ from flashgen.planning.members import (
     ONE_LEVEL,
     P8,
     QUERIES,
+    RESCALE_BEHIND_P,
     SENDS_TO_LOADER,
     V_AS_STORED,
     BlockOrder,
@@ -45,6 +46,7 @@ from flashgen.planning.members import (
     OOfTurnedV,
     OwnKeys,
     PByBits,
+    Rescale,
     Rows,
     Scheduler,
     ScoreByElement,
@@ -229,6 +231,7 @@ class Specialized:
     scheduler: Scheduler
     products: OneLevel | TwoLevels = ONE_LEVEL
     p: LaggingP | P8 = LAGGING_P
+    rescale: Rescale = RESCALE_BEHIND_P
     v: VAsStored | VTurnedOver = V_AS_STORED
     fold: Fold = NO_FOLD
     sender: Sender = SENDS_TO_LOADER

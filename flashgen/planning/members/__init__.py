@@ -84,6 +84,7 @@ from flashgen.planning.members.schedule import StaticScheduler as StaticSchedule
 from flashgen.planning.members.schedule import TileEnd as TileEnd
 from flashgen.planning.members.softmax import LAGGING_P as LAGGING_P
 from flashgen.planning.members.softmax import P8 as P8
+from flashgen.planning.members.softmax import RESCALE_BEHIND_P as RESCALE_BEHIND_P
 from flashgen.planning.members.softmax import ExactP as ExactP
 from flashgen.planning.members.softmax import FullTilesApart as FullTilesApart
 from flashgen.planning.members.softmax import HighestAsFloat as HighestAsFloat
@@ -93,6 +94,9 @@ from flashgen.planning.members.softmax import LaggingPByBits as LaggingPByBits
 from flashgen.planning.members.softmax import OnesApart as OnesApart
 from flashgen.planning.members.softmax import OnesBehindV as OnesBehindV
 from flashgen.planning.members.softmax import PByBits as PByBits
+from flashgen.planning.members.softmax import Rescale as Rescale
+from flashgen.planning.members.softmax import RescaleBehindP as RescaleBehindP
+from flashgen.planning.members.softmax import RescaleBesideS as RescaleBesideS
 from flashgen.planning.members.softmax import ScoreByElement as ScoreByElement
 from flashgen.planning.members.softmax import ScoreByRow as ScoreByRow
 from flashgen.planning.members.softmax import ScoreNearZero as ScoreNearZero

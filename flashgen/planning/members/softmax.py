@@ -77,6 +77,37 @@ class HighestAsFloat:
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# When O follows a maximum that moved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescaleBehindP:
+    """Behind P of the tile that moved it."""
+
+    template: ClassVar[str] = "hopper/forward_rescale_behind_p.cu.j2"
+    members: ClassVar[str] = ""
+    begun: ClassVar[str] = ""
+    beside_s: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RescaleBesideS:
+    """When the next S is on its way, under which it takes no time; factors are kept until then."""
+
+    template: ClassVar[str] = "hopper/forward_rescale_beside_s.cu.j2"
+    members: ClassVar[str] = (
+        "  float factor[2] = {};  // what O of these rows is to be multiplied by, where they moved\n"
+    )
+    begun: ClassVar[str] = "\n    moved = 0;  // O is empty"
+    beside_s: ClassVar[str] = "    if (moved) rescale_o();\n"
+
+
+Rescale = RescaleBehindP | RescaleBesideS
+
+RESCALE_BEHIND_P = RescaleBehindP()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # How P is made
 
 

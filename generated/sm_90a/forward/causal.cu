@@ -727,6 +727,7 @@ struct Consumer {
   float before[2] = {}, added[2] = {};  // the maxima that O and the sums still have, and what a tile adds to the sums
   float limit[2] = {};  // of P, beyond which a row's maximum follows
   u32 moved = 0;  // lanes whose maxima are not those of O any more
+  float factor[2] = {};  // what O of these rows is to be multiplied by, where they moved
 
   // Read where it is used: registers are for fragments.
   DEVICE Work work_at(Ring<WORK_STAGES> at) { return shared.work[at.stage()]; }
@@ -785,6 +786,7 @@ struct Consumer {
   template <int N> DEVICE void issue_products(float (&s)[N]) {
     await_full(shared.k_pipe, k_ring);
     issue_qk(s);
+    if (moved) rescale_o();
     issue_pv();
   }
 
@@ -831,15 +833,24 @@ struct Consumer {
     state.sum[1] += added[1];
   }
 
-  // O and the sums follow the maxima.
+  // The sums follow the maxima, and O will when the next S is on its way.
   DEVICE void rescale() {
-    float factor[2];
 #pragma unroll
     for (int r = 0; r < 2; r++) {
       factor[r] = ex2(before[r] - state.row_max[r]);
       state.sum[r] *= factor[r];
     }
-    multiply_rows(o, factor);
+  }
+
+  // O follows.
+  DEVICE void rescale_o() { multiply_rows(o, factor); }
+
+  // O += P V for the last tile of keys, by itself, on its way
+  DEVICE void issue_last_pv() {
+    pin(o);
+    pin_fragments(probabilities);
+    if (moved) rescale_o();
+    issue_pv();
   }
 
   // P beyond which a row's maximum follows a key; found under the product, as it takes shuffles.
@@ -885,6 +896,7 @@ struct Consumer {
     limit[0] = limit[1] = MOST;
     softmax(s);
     accumulate();
+    moved = 0;  // O is empty
     return step.last;
   }
 
@@ -956,9 +968,7 @@ struct Consumer {
           await_full(shared.q_pipe[warpgroup], q_ring);
           last = sees_more(first_step()) ? begin_beside<TILE_KV / 2>(next) : begin_beside<FIRST_KEYS / 2>(next);
         } else {
-          pin(o);
-          pin_fragments(probabilities);
-          issue_pv();
+          issue_last_pv();
           await_pv();
         }
         store(done);

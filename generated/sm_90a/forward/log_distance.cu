@@ -729,6 +729,13 @@ struct Consumer {
     multiply_rows(o, factor);
   }
 
+  // O += P V for the last tile of keys, by itself, on its way
+  DEVICE void issue_last_pv() {
+    pin(o);
+    pin_fragments(probabilities);
+    issue_pv();
+  }
+
   // P beyond which a row's maximum follows a key; found under the product, as it takes shuffles.
   DEVICE void find_limits() {
 #pragma unroll
@@ -819,9 +826,7 @@ struct Consumer {
           await_pv();
           round(s);
         } else {
-          pin(o);
-          pin_fragments(probabilities);
-          issue_pv();
+          issue_last_pv();
           await_pv();
         }
         store(done);

@@ -22,6 +22,7 @@ from flashgen.planning.members import (
     FIRST_TILE_WHOLE,
     NO_FOLD,
     PACKED,
+    RESCALE_BEHIND_P,
     DynamicScheduler,
     EndsBeforeNext,
     FirstTile,
@@ -46,6 +47,8 @@ from flashgen.planning.members import (
     OFromRegisters,
     OInParts,
     PartScheduler,
+    Rescale,
+    RescaleBesideS,
     Scheduler,
     ScoreByElement,
     ScoreByRow,
@@ -534,8 +537,18 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             runs_anew=runs_anew(c, request),
             first=_first_tile(c, request),
             ends=_ends(c, request),
+            rescale=_rescale(c, request),
         ),
     )
+
+
+def _rescale(c: Candidate, request: KernelRequest) -> Rescale:
+    """When O follows a maximum that moved."""
+    # Where maxima move at each tile of keys (`rising` of bench data) 8,192 causal tokens take 0.92 of the time beside S
+    # on an H200, at a standard deviation of 4 nats 0.95, of N(0, 1) 1.00; without a mask 0.98, 0.99, 1.00.  512 causal
+    # tokens take 1.02.  At head_dim 64 and 256 it costs 1 to 3%.
+    beside = c.warpgroups == min(WARPGROUPS) and padded(request.v_head_dim) == 128
+    return RescaleBesideS() if beside else RESCALE_BEHIND_P
 
 
 def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:

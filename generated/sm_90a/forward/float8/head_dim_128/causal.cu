@@ -891,6 +891,13 @@ struct Consumer {
     multiply_rows(o, factor);
   }
 
+  // O += P V for the last tile of keys, by itself, on its way
+  DEVICE void issue_last_pv() {
+    pin(o);
+    pin_fragments(probabilities);
+    issue_pv();
+  }
+
   // Maxima, which are exact: P of a row's highest score is 2^OFFSET.
   DEVICE void look(const S& s) {
     before[0] = state.row_max[0];
@@ -996,9 +1003,7 @@ struct Consumer {
           last = begin(s, next);
           round(s);
         } else {
-          pin(o);
-          pin_fragments(probabilities);
-          issue_pv();
+          issue_last_pv();
           await_pv();
           done = state;
         }
