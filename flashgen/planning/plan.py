@@ -242,7 +242,7 @@ class Specialized:
     @property
     def run(self) -> str:
         """The template of a consumer's loops; without scores ahead nothing overlaps."""
-        return self.ends.run if self.products.overlaps else "hopper/forward_run_tile_by_tile.cu.j2"
+        return self.ends.run if self.products.overlaps else "hopper/forward_run_one_after_another.cu.j2"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
