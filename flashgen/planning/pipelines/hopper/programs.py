@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from flashgen.planning.layout import DENSE, Layout
 from flashgen.planning.plan import ITEM, Tile
@@ -70,126 +70,26 @@ def forward(
     tile of queries is one with a part of them.  In 8 bits `turned` has the columns of V once it is turned over, and
     the warps that do it; with `ones` there is a matrix of them; the scheduler's warp `loads` too where one more is
     needed to turn V over.  `folded` are the columns of O of the leaves so far that lie there in float32."""
-    producer, consumer = registers
     warpgroups = tile.q // ROWS
-    names = [*([] if loads else ["scheduler"]), "loader", *(["storer"] if stored else [])]
-    whole = ("scheduler", "loader") if layout.paged or loads else ("scheduler",)
-    roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
     transposers = 0 if turned is None else turned[1]
-    cleaners = 1 if layout.own and turned is None else 0  # who turns V over clears it too
-    roles.append(_idle(WARPS - len(names) - cleaners - transposers, producer))
-    if turned is not None:
-        roles.append(Role(name="transposer", warps=transposers, threads=WARP * transposers, registers=producer))
-    if cleaners:
-        roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
-    roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
-    stage = Axis(size=stages, text="STAGES", index="stage")
-    v_stage = stage if turned is None else Axis(size=V_STAGES, text="V_STAGES", index="stage")
-    q_stage = Axis(size=q_stages, text="Q_STAGES", index="stage")
-    work_stage, each = Axis(size=WORK_STAGES, text="WORK_STAGES"), Axis(size=warpgroups, text="WARPGROUPS", index="w")
-    of_all, waiting = (Party(role="consumer", arrivals=WARPS * warpgroups),), (Party(role="consumer", arrivals=0),)
-    of_one, loader = (Party(role="consumer", arrivals=WARPS),), (Party(role="loader", arrivals=1),)
-    scheduler = loader if loads else (Party(role="scheduler", arrivals=1),)
-    storer = (Party(role="storer", arrivals=1),) * stored
-    rings = [
-        Ring(
-            name="q",
-            barrier="q_pipe",
-            carries="64 rows of Q" + ", then of O" * stored,
-            stages=q_stage,
-            each=each,
-            producers=loader,
-            consumers=(*waiting, *storer) if stored else of_one,
-        )
-    ]
-    if stored:
-        rings.append(
-            Ring(
-                name="o",
-                barrier="o_full",
-                carries="64 rows of O in the shared memory of Q",
-                stages=q_stage,
-                each=each,
-                producers=of_one,
-                consumers=(Party(role="storer", arrivals=0),),
-                freed="with q",
-            )
-        )
-    rings += [
-        Ring(
-            name="k",
-            barrier="k_pipe",
-            carries="a tile of K" + " and its step" * masked,
-            stages=stage,
-            producers=loader,
-            consumers=of_all,
-        ),
-        Ring(
-            name="v",
-            barrier="v_pipe",
-            carries="a tile of V",
-            stages=v_stage,
-            producers=loader,
-            consumers=of_all if turned is None else (Party(role="transposer", arrivals=transposers),),
-        ),
-        Ring(
-            name="work",
-            barrier="work_pipe",
-            carries="a tile of queries to work on",
-            stages=work_stage,
-            producers=scheduler,
-            consumers=(*of_all, *(() if loads else loader), *storer),
-        ),
-    ]
-    if masked and not loads:
-        next_step = Ring(
-            name="next",
-            barrier="next_pipe",
-            carries="a tile of keys to load",
-            stages=_TWO,
-            producers=scheduler,
-            consumers=loader,
-        )
-        rings.append(next_step)
-    if cleaners:
-        tail = Ring(
-            name="tail",
-            barrier="tail_pipe",
-            carries="a tile of V with rows that are no keys, which become 0",
-            stages=Axis(size=1, text="1"),
-            producers=loader,
-            consumers=(Party(role="cleaner", arrivals=1),),
-        )
-        rings.append(tail)
-    if turned is not None:
-        turned_v = Ring(
-            name="turned",
-            barrier="turned_pipe",
-            carries="a tile of V, turned over",
-            stages=stage,
-            producers=(Party(role="transposer", arrivals=transposers),),
-            consumers=of_all,
-        )
-        rings.append(turned_v)
-    of = {ring.name: ring.member for ring in rings}
-    room = max(columns) if stored else columns[0]
-    item = ITEM if turned is None else 1
-    size, alignment = work_layout(layout, split=split)
-    shared = (
-        declared(_tile("QorO", "q_or_o", ROWS * room, q_stage, each, item=item)),
-        declared(_tile("KTile", "k", tile.kv * columns[0], stage, item=item)),
-        declared(_tile("VTile", "v", tile.kv * columns[1], v_stage, item=item)),
-        *(_turned_members(turned[0], (q_stage, each), stage, v_stage, ones) if turned is not None else ()),
-        *((declared(_folded(folded, each), note="O of the leaves so far"),) if folded else ()),
-        declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(work_stage,))),
-        *(_step_members(stage, of.get("next")) if masked else ()),
-        declared(of["work"]),
-        declared(of["q"]),
-        *((declared(of["o"]),) if stored else ()),
-        *((declared(of["k"], of["v"]),) if turned is None else (declared(of["k"]), declared(of["v"]))),
-        *((declared(of["turned"]),) if turned is not None else ()),
-        *((declared(Member(ctype="Tail", name="tail", size=8, alignment=8)), declared(of["tail"])) if cleaners else ()),
+    cleans = layout.own and turned is None  # who turns V over clears it too
+    roles = _forward_roles(
+        *registers, warpgroups, layout, stored=stored, transposers=transposers, cleans=cleans, loads=loads
     )
+    stage = Axis(size=stages, text="STAGES", index="stage")
+    axes = {
+        "stage": stage,
+        "v_stage": stage if turned is None else Axis(size=V_STAGES, text="V_STAGES", index="stage"),
+        "q_stage": Axis(size=q_stages, text="Q_STAGES", index="stage"),
+        "work_stage": Axis(size=WORK_STAGES, text="WORK_STAGES"),
+        "each": Axis(size=warpgroups, text="WARPGROUPS", index="w"),
+    }
+    rings = tuple(
+        _forward_rings(axes, masked=masked, stored=stored, transposers=transposers, cleans=cleans, loads=loads)
+    )
+    room = max(columns) if stored else columns[0]
+    elements = ROWS * room, tile.kv * columns[0], tile.kv * columns[1]
+    of, work = {ring.name: ring.member for ring in rings}, work_layout(layout, split=split)
     meet = [_start(roles)]
     if ping_pong:
         why = "a warpgroup issues its products when the one before has issued its own"
@@ -198,13 +98,157 @@ def forward(
         why = "no warp of the warpgroup multiplies by Q any more: O may lie there"
         meet += [_meet("o", O_BARRIER + w, WARPS, ("consumer",), why) for w in range(warpgroups)]
     return Program(
-        roles=tuple(role for role in roles if role.warps),
-        rings=tuple(rings),
+        roles=roles,
+        rings=rings,
         named_barriers=tuple(meet),
-        shared=shared,
+        shared=tuple(_forward_members(axes, of, elements, work, turned, masked=masked, ones=ones, folded=folded)),
         dispatch=_chains(roles, ("scheduler", "loader"), ("storer",), ("cleaner",), ("transposer",)),
         names=(Axis(size=WARPS * warpgroups, text="4 * WARPGROUPS"),),
     )
+
+
+def _forward_roles(
+    producer: int | None,
+    consumer: int | None,
+    warpgroups: int,
+    layout: Layout,
+    *,
+    stored: bool,
+    transposers: int,
+    cleans: bool,
+    loads: bool,
+) -> tuple[Role, ...]:
+    """In the order of their warps: those of the producer warpgroup, then the consumers."""
+    names = [*([] if loads else ["scheduler"]), "loader", *(["storer"] if stored else [])]
+    whole = ("scheduler", "loader") if layout.paged or loads else ("scheduler",)
+    roles = [Role(name=name, warps=1, threads=WARP if name in whole else 1, registers=producer) for name in names]
+    roles.append(_idle(WARPS - len(names) - cleans - transposers, producer))
+    if transposers:
+        roles.append(Role(name="transposer", warps=transposers, threads=WARP * transposers, registers=producer))
+    if cleans:
+        roles.append(Role(name="cleaner", warps=1, threads=WARP, registers=producer))
+    roles.append(Role(name="consumer", warps=WARPS * warpgroups, threads=128 * warpgroups, registers=consumer))
+    return tuple(role for role in roles if role.warps)
+
+
+def _forward_rings(
+    axes: dict[str, Axis], *, masked: bool, stored: bool, transposers: int, cleans: bool, loads: bool
+) -> Iterator[Ring]:
+    """In the order in which their barriers are initialised."""
+    warpgroups = axes["each"].size
+    of_all, waiting = (Party(role="consumer", arrivals=WARPS * warpgroups),), (Party(role="consumer", arrivals=0),)
+    of_one, loader = (Party(role="consumer", arrivals=WARPS),), (Party(role="loader", arrivals=1),)
+    scheduler = loader if loads else (Party(role="scheduler", arrivals=1),)
+    storer, turning = (Party(role="storer", arrivals=1),) * stored, (Party(role="transposer", arrivals=transposers),)
+    yield Ring(
+        name="q",
+        barrier="q_pipe",
+        carries="64 rows of Q" + ", then of O" * stored,
+        stages=axes["q_stage"],
+        each=axes["each"],
+        producers=loader,
+        consumers=(*waiting, *storer) if stored else of_one,
+    )
+    if stored:
+        yield Ring(
+            name="o",
+            barrier="o_full",
+            carries="64 rows of O in the shared memory of Q",
+            stages=axes["q_stage"],
+            each=axes["each"],
+            producers=of_one,
+            consumers=(Party(role="storer", arrivals=0),),
+            freed="with q",
+        )
+    yield Ring(
+        name="k",
+        barrier="k_pipe",
+        carries="a tile of K" + " and its step" * masked,
+        stages=axes["stage"],
+        producers=loader,
+        consumers=of_all,
+    )
+    yield Ring(
+        name="v",
+        barrier="v_pipe",
+        carries="a tile of V",
+        stages=axes["v_stage"],
+        producers=loader,
+        consumers=turning if transposers else of_all,
+    )
+    yield Ring(
+        name="work",
+        barrier="work_pipe",
+        carries="a tile of queries to work on",
+        stages=axes["work_stage"],
+        producers=scheduler,
+        consumers=(*of_all, *(() if loads else loader), *storer),
+    )
+    if masked and not loads:
+        yield Ring(
+            name="next",
+            barrier="next_pipe",
+            carries="a tile of keys to load",
+            stages=_TWO,
+            producers=scheduler,
+            consumers=loader,
+        )
+    if cleans:
+        yield Ring(
+            name="tail",
+            barrier="tail_pipe",
+            carries="a tile of V with rows that are no keys, which become 0",
+            stages=Axis(size=1, text="1"),
+            producers=loader,
+            consumers=(Party(role="cleaner", arrivals=1),),
+        )
+    if transposers:
+        yield Ring(
+            name="turned",
+            barrier="turned_pipe",
+            carries="a tile of V, turned over",
+            stages=axes["stage"],
+            producers=turning,
+            consumers=of_all,
+        )
+
+
+def _forward_members(
+    axes: dict[str, Axis],
+    of: dict[str, Member],
+    elements: tuple[int, int, int],
+    work: tuple[int, int],
+    turned: tuple[int, int] | None,
+    *,
+    masked: bool,
+    ones: bool,
+    folded: int,
+) -> Iterator[Declaration]:
+    """What `Shared` has, in order: tiles of Q, of K and of V have so many `elements`, `work` so many bytes."""
+    stage, v_stage, of_q = axes["stage"], axes["v_stage"], (axes["q_stage"], axes["each"])
+    item = ITEM if turned is None else 1
+    yield declared(_tile("QorO", "q_or_o", elements[0], *of_q, item=item))
+    yield declared(_tile("KTile", "k", elements[1], stage, item=item))
+    yield declared(_tile("VTile", "v", elements[2], v_stage, item=item))
+    if turned is not None:
+        yield from _turned_members(turned[0], of_q, stage, v_stage, ones)
+    if folded:
+        yield declared(_folded(folded, axes["each"]), note="O of the leaves so far")
+    size, alignment = work
+    yield declared(Member(ctype="Work", name="work", size=size, alignment=alignment, axes=(axes["work_stage"],)))
+    if masked:
+        yield from _step_members(stage, of.get("next"))
+    yield declared(of["work"])
+    yield declared(of["q"])
+    if "o" in of:
+        yield declared(of["o"])
+    if turned is None:
+        yield declared(of["k"], of["v"])
+    else:
+        yield from map(declared, (of["k"], of["v"], of["turned"]))
+    if "tail" in of:
+        yield declared(Member(ctype="Tail", name="tail", size=8, alignment=8))
+        yield declared(of["tail"])
 
 
 def work_layout(layout: Layout, *, split: bool) -> tuple[int, int]:
@@ -584,7 +628,7 @@ def _idle(warps: int, registers: int | None) -> Role:
     return Role(name=IDLE, warps=warps, threads=0, registers=registers)
 
 
-def _start(roles: list[Role]) -> NamedBarrier:
+def _start(roles: Sequence[Role]) -> NamedBarrier:
     names = tuple(dict.fromkeys(role.name for role in roles if role.warps))
     return _meet("start", 0, sum(role.warps for role in roles), names, "barriers are initialised")
 
@@ -593,7 +637,7 @@ def _meet(name: str, number: int, warps: int, roles: tuple[str, ...], why: str) 
     return NamedBarrier(name=name, id=number, warps=warps, roles=roles, why=why)
 
 
-def _chains(roles: list[Role], *chains: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
+def _chains(roles: Sequence[Role], *chains: tuple[str, ...]) -> tuple[tuple[str, ...], ...]:
     """The chains of those roles that there are."""
     names = {role.name for role in roles}
     found = (tuple(name for name in chain if name in names) for chain in chains)
