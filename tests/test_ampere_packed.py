@@ -252,7 +252,7 @@ def test_what_packs_no_heads_says_so():
         planner.menu(load_spec("full").bind(), *asked, packed=True, dropout=True)
 
 
-@pytest.mark.sampled("sm_90a-bfloat16-kinds0-64-in pages", "sm_80-bfloat16-kinds1-64-dense")
+@pytest.mark.sampled("sm_80-bfloat16-kinds1-64-dense")
 @pytest.mark.parametrize("layout", [DENSE, Paged()], ids=["dense", "in pages"])
 @pytest.mark.parametrize("head_dim", [64, 128, pytest.param(256, marks=AT_NIGHT)])
 @pytest.mark.parametrize(

@@ -134,7 +134,7 @@ def bucketed_work(**options):
     return ptx_backward.Backward(variant, gradients=gradients, **shape)
 
 
-@pytest.mark.sampled("hopper-options0", "ampere-options1")
+@pytest.mark.sampled("hopper-options0")
 @pytest.mark.slow
 @pytest.mark.parametrize("options", [{}, {"deterministic": True}, {"dropout": ptx_backward.DROPOUT}])
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])

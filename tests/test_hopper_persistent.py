@@ -16,7 +16,7 @@ from flashgen.planning import planner
 HEADS = {"batch": 2, "heads": 4, "kv_heads": 2, "seed": 3}
 
 
-@pytest.mark.sampled("0", "4")
+@pytest.mark.sampled("4")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -45,7 +45,7 @@ def test_tiles_of_keys_one_after_another(spec, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, 80, 64])
 def test_in_any_order_of_warps_and_copies(head_dim):
-    b = Backward("causal", pipeline="hopper", short=True, head_dim=head_dim, q_len=150, kv_len=260, **HEADS)
+    b = Backward("causal", pipeline="hopper", short=True, head_dim=head_dim, q_len=90, kv_len=260, **HEADS)
     lockstep = b.run(sms=1)
     result = b.run(seed=0, sms=3)
     np.testing.assert_array_equal(result.dk, lockstep.dk)

@@ -30,7 +30,7 @@ def run(w, edit=None):
     return w.run(edit, sms=1, step_limit=8_000_000)
 
 
-@pytest.mark.sampled("bfloat16-causal-2", "float16-full-1")
+@pytest.mark.sampled("bfloat16-causal-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("q_stages", [1, 2])
 @pytest.mark.parametrize("spec", ["full", "causal"])

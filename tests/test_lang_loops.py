@@ -466,7 +466,7 @@ def test_kernels_of_loops(pipeline, variant):
     assert w_.wrong(result) == () and result.report.conflicts == []
 
 
-@pytest.mark.sampled("ampere-gradients1-variant1", "hopper-gradients2-variant2")
+@pytest.mark.sampled("hopper-gradients2-variant2")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "gradients", "variant"),

@@ -70,7 +70,7 @@ def test_scores_are_rounded_before_maxima_are_subtracted(pipeline):
     assert w.wrong(w.run(fused[pipeline]))
 
 
-@pytest.mark.sampled("-1000000000.0-hopper", "-10000000000.0-ampere")
+@pytest.mark.sampled("-1000000000.0-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
 @pytest.mark.parametrize("large", [-1e9, -1e10])

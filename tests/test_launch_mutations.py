@@ -234,7 +234,7 @@ def noticed(name, change):
     return found
 
 
-@pytest.mark.sampled(every=4)
+@pytest.mark.sampled(every=7)
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "mutation"), [(name, m) for name, found in MUTATIONS.items() for m in found])
 def test_a_wrong_number_is_noticed(name, mutation):

@@ -96,7 +96,7 @@ def test_tiles_of_queries_and_packed_heads(pipeline, tile):
     assert differing(other.run(kv_splits=3), small) == 0
 
 
-@pytest.mark.sampled("ampere-100-229", "hopper-100-229")
+@pytest.mark.sampled("hopper-100-229")
 @pytest.mark.slow
 @pytest.mark.parametrize(("start", "end"), [(0, 100), (100, 229), (229, 300)])
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -112,7 +112,7 @@ def test_a_chunk_of_a_prompt_has_its_rows(pipeline, start, end):
     assert differing(part, rows) == 0
 
 
-@pytest.mark.sampled("causal-ampere-shape0", "sliding_window-hopper-shape1")
+@pytest.mark.sampled("sliding_window-hopper-shape1")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "pipeline", "shape"),
@@ -187,7 +187,7 @@ def test_a_wrong_combination_is_noticed(name):
     assert noticed(split_work("chunked", "ampere", SMALL, q_len=300, kv_len=300), COMBINE[name])
 
 
-@pytest.mark.sampled("ampere-a leaf that begins early", "hopper-a leaf that ends late")
+@pytest.mark.sampled("hopper-a leaf that ends late")
 @pytest.mark.slow
 @pytest.mark.parametrize(("pipeline", "name"), list(VISITS))
 def test_other_boundaries_are_noticed(pipeline, name):

@@ -67,9 +67,7 @@ IN_WORDS = {
 MASKS = BY_ELEMENT | IN_WORDS
 
 
-@pytest.mark.sampled(
-    "keys alone-150-130", "flags in several words-150-130", "documents-129-200", "outside of a window-150-130"
-)
+@pytest.mark.sampled("keys alone-150-130", "flags in several words-150-130", "documents-129-200")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, q_len, kv_len", [(name, 150, 130) for name in MASKS] + [("documents", 129, 200)])
 def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len):

@@ -60,9 +60,9 @@ def cases(step, offset=0):
     return [dict(zip(NAMES, PRODUCT[i], strict=True)) for i in range(offset, len(PRODUCT), step)]
 
 
-@pytest.mark.sampled(step=(151,))
+@pytest.mark.sampled(step=(307,))
 @pytest.mark.slow
-@pytest.mark.parametrize("step", (151, 97, 47))
+@pytest.mark.parametrize("step", (307, 151, 97, 47))
 def test_reasons_are_empty_exactly_when_there_is_a_plan(step):
     seen = {True: 0, False: 0}
     for case in cases(step):
@@ -75,7 +75,7 @@ def test_reasons_are_empty_exactly_when_there_is_a_plan(step):
         assert (not reasons) == planned, (case, reasons)
         assert all(isinstance(reason, Reason) and reason.limit for reason in reasons)
         seen[planned] += 1
-    assert min(seen.values()) > 30
+    assert min(seen.values()) > 5
 
 
 @pytest.mark.sampled("307-2")

@@ -48,7 +48,7 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, q_offset="end", **LENGTHS))
 
 
-@pytest.mark.sampled("ampere-document", "hopper-full")
+@pytest.mark.sampled("hopper-full")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ["full", "document"])
 @pytest.mark.parametrize("pipeline", PIPELINES)

@@ -36,7 +36,7 @@ def test_pages_in_another_order(pipeline, layout):
     check(batch("causal", pipeline, layout=layout, **LENGTHS), 16)
 
 
-@pytest.mark.sampled("ampere-1", "hopper-48")
+@pytest.mark.sampled("hopper-48")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("pipeline", "page_size"),

@@ -246,7 +246,7 @@ def test_a_problem_without_output_launches_nothing():
         w.run()
 
 
-@pytest.mark.sampled("100000-ampere", "-100000-hopper")
+@pytest.mark.sampled("-100000-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 @pytest.mark.parametrize("wrong", [100_000, -100_000])

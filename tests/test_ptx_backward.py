@@ -178,7 +178,7 @@ BEYOND = {
 }
 
 
-@pytest.mark.sampled("quotient-ampere-32", "root-ampere-32", "root-hopper-64")
+@pytest.mark.sampled("root-ampere-32", "root-hopper-64")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("score", "pipeline", "head_dim"),

@@ -282,7 +282,7 @@ def same_rows(group, found, wanted):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled("128-sm_90a-3", "256-sm_80-2")
+@pytest.mark.sampled("128-sm_90a-3")
 @pytest.mark.parametrize(
     ("block", "arch", "blocks"),
     [(128, "sm_90a", 3), (256, "sm_80", 2), (None, "sm_90a", 3), (256, "sm_90a", 40)],

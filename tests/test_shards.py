@@ -163,6 +163,7 @@ def test_sequences_behind_each_other_over_heads():
         torch.testing.assert_close(lse.to_local(), whole[1].chunk(2, 0)[1])
 
 
+@pytest.mark.sampled("hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 def test_kernels_count_heads_over_all(pipeline):

@@ -332,7 +332,7 @@ BACKWARDS = {
 }
 
 
-@pytest.mark.sampled("ampere_in_one_order", "hopper")
+@pytest.mark.sampled("hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(BACKWARDS))
 def test_backwards(name):

@@ -39,7 +39,7 @@ def test_every_spec(pipeline, spec):
     check(batch(spec, pipeline, layout=Varlen(), **LENGTHS))
 
 
-@pytest.mark.sampled("ampere-full-three", "ampere-causal-four heads", "hopper-full-more than a warp counts")
+@pytest.mark.sampled("ampere-causal-four heads", "hopper-full-more than a warp counts")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
