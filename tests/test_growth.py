@@ -22,7 +22,7 @@ from flashgen.codegen.printer import Formula
 from flashgen.codegen.variant_code import MAX_FORMULA
 from flashgen.lang.evaluate import evaluate
 from flashgen.lang.expr import walk
-from flashgen.planning import backward, planner
+from flashgen.planning import backward, planner, profile
 from flashgen.runtime import nvrtc
 
 DEPTHS = (4, 10, 20, 40)
@@ -246,3 +246,19 @@ def test_elements_that_queries_or_keys_select(monkeypatch):
             counter = Counter(50 + 10 * depth)
             patch.setattr(backward, "reversed", counter.of(reversed), raising=False)
             assert backward.lookups(variant) == ()
+
+
+@pytest.mark.parametrize("count", [100, 300])
+def test_planning_walks_a_mask_once_for_each_size_of_tile(count, monkeypatch):
+    """Candidates are hundreds, and each asks whether its tiles are alike."""
+
+    def some_keys(b, h, q, k):
+        found = k <= -1
+        for i in range(count):
+            found = found | (k == 7 * i)
+        return found
+
+    sizes, alone = [], profile.single
+    monkeypatch.setattr(profile, "single", lambda n, spans: sizes.append((n, *spans.values())) or alone(n, spans))
+    menu = planner.menu(fg.variant(some_keys).bind(), "sm_90a", "bfloat16", 64)
+    assert menu.plans and len(sizes) == len(set(sizes)) > 5

@@ -239,11 +239,14 @@ _positions: weakref.WeakKeyDictionary[Node, frozenset[str]] = weakref.WeakKeyDic
 
 def positions_of(root: Node) -> frozenset[str]:
     """The positions that a node's value depends on; the score is one of all four."""
-    for n in walk([root], into=lambda n: n not in _positions):
-        if n not in _positions:
-            own = {n.attr} if n.op == "index" else "bhqk" if n.op == "score" else ()
-            _positions[n] = frozenset(own).union(*(_positions[o] for o in n.operands))
-    return _positions[root]
+    found = _positions.get(root)
+    if found is None:
+        for n in walk([root], into=lambda n: n not in _positions):
+            if n not in _positions:
+                own = {n.attr} if n.op == "index" else "bhqk" if n.op == "score" else ()
+                _positions[n] = frozenset(own).union(*(_positions[o] for o in n.operands))
+        found = _positions[root]
+    return found
 
 
 _loop_indices: weakref.WeakKeyDictionary[Node, frozenset[LoopIndex]] = weakref.WeakKeyDictionary()

@@ -101,13 +101,24 @@ class Profile:
         """Whether the mask is bounds of positions and something else that reads nothing, and which tiles of this size
         are not the same all over by."""
         found = bounded(self.variant) if self.hides and self.judged else None
-        return found is not None and not single(found.rest, {"q": tile.q, "k": tile.kv})
+        return found is not None and not self._alike(found.rest, tile)
 
     def uniform(self, tile: Tile) -> bool:
         """Whether the mask is the same for all pairs of a tile of this size, whatever data hold: a block mask's, of
         blocks that tiles divide."""
         mask = self.variant.mask
-        return mask is not None and self.judged and single(mask, {"q": tile.q, "k": tile.kv})
+        return mask is not None and self.judged and self._alike(mask, tile)
+
+    @cached_property
+    def _known_alike(self) -> dict[tuple[Node, int, int], bool]:
+        return {}
+
+    def _alike(self, n: Node, tile: Tile) -> bool:
+        """Whether a node is the same all over a tile of this size: found once, as candidates are many and tiles few."""
+        key = n, tile.q, tile.kv
+        if (found := self._known_alike.get(key)) is None:
+            found = self._known_alike[key] = single(n, {"q": tile.q, "k": tile.kv})
+        return found
 
     @cached_property
     def judged_nodes(self) -> tuple[Node, ...]:
