@@ -145,6 +145,10 @@ def test_lengths_that_a_cache_has_no_room_for_are_refused():
             flash_attn_with_kvcache(q, k, v, cache_seqlens=wrong, causal=True)
         with pytest.raises(FlashgenError, match="lengths are 0 to"):
             flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([9, wrong], dtype=torch.int32), causal=True)
+    with pytest.raises(FlashgenError, match=r"cache_seqlens is int64.*\n  nearest: cache_seqlens.to\(torch.int32\)"):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=torch.tensor([4, 5]))
+    with pytest.raises(FlashgenError, match=r"cache_seqlens is a list, not a torch\.Tensor"):
+        flash_attn_with_kvcache(q, k, v, cache_seqlens=[4, 5])
 
 
 @pytest.mark.parametrize(

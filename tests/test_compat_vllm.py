@@ -191,3 +191,15 @@ def test_wrong_shapes_are_refused():
     used = torch.ones(5, dtype=torch.int32)
     with pytest.raises(LaunchError, match=r"block_table is a list, not a torch\.Tensor"):
         flash_attn_varlen_func(q, k, v, **asked(seqused_k=used, block_table=[[0]]))
+    pages, table = torch.zeros(2, BLOCK, KV_HEADS, DIM, dtype=q.dtype), torch.zeros(5, 2, dtype=torch.int32)
+    for name, given in (("block_table", {"block_table": table.long()}), ("seqused_k", {"seqused_k": used.long()})):
+        with pytest.raises(LaunchError, match=rf"{name} is int64.*\n  nearest: {name}.to\(torch.int32\)"):
+            flash_attn_varlen_func(q, pages, pages, **asked(**{"seqused_k": used, "block_table": table, **given}))
+    call = asked(seqused_k=used * 9, block_table=table)
+    with pytest.raises(LaunchError, match=r"kv_lengths\[0\] is 9 and max_seqlen_k is 8: .*\n  nearest: max_seqlen_k=9"):
+        flash_attn_varlen_func(q, pages, pages, **{**call, "max_seqlen_k": 8})
+    with pytest.raises(LaunchError, match=r"kv_lengths\[0\] is 18: .* the most keys that pages hold = 16"):
+        flash_attn_varlen_func(q, pages, pages, **{**call, "seqused_k": used * 18, "max_seqlen_k": 8})
+    rows = len(q)
+    with pytest.raises(LaunchError, match=rf"out is \[4, 4, 16\] and o \[{rows}, 4, 16\]\n"):
+        flash_attn_varlen_func(q, pages, pages, **asked(seqused_k=used, block_table=table), out=q.new_empty(4, 4, 16))

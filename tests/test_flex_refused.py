@@ -137,6 +137,26 @@ def rounds_to_half(score, b, h, q_idx, kv_idx):
     return score.to(torch.bfloat16)  # here
 
 
+def shifts_a_byte(b, h, q_idx, kv_idx):
+    return BYTES[kv_idx] >> 1 > 3  # here
+
+
+def inverts_a_byte(b, h, q_idx, kv_idx):
+    return ~BYTES[kv_idx] > 100  # here
+
+
+def numpys_function(b, h, q_idx, kv_idx):
+    return np.abs(q_idx - kv_idx) < 4  # here
+
+
+def a_dict(b, h, q_idx, kv_idx):
+    return {0: 1, 1: 2}[h] < kv_idx  # here
+
+
+def a_set(b, h, q_idx, kv_idx):
+    return q_idx in {1, 2}  # here
+
+
 def wraps(b, h, q_idx, kv_idx):
     return BYTES[q_idx] + BYTES[kv_idx] > 3  # here
 
@@ -242,6 +262,11 @@ MASKS = {
     writes: "changes no tensor: write torch.where",
     writes_a_tensor: r"'add_' changes a tensor.*x = x.add\(...\)",
     wraps: r"`\+` of uint8 wraps in torch.*write x.int\(\) first",
+    shifts_a_byte: "`>>` of uint8 is not traced: write x.int",
+    inverts_a_byte: r"`~` of uint8 is 255 - x in torch: write 255 - x.int\(\)",
+    numpys_function: "NumPy's functions know no traced values: write the function of that name of torch",
+    a_dict: "a traced value is no key of a dict and in no set: capture a table as a tensor",
+    a_set: r"in no set: .* write \(x == a\) \| \(x == b\)",
     selects_by_condition: "an index of bool",
     too_many_indices: "a tensor of 1 dimension got 2 indices",
     out_of_bounds: "index 64 is out of bounds for a dimension of size 64",

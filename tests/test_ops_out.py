@@ -5,12 +5,13 @@ import torch
 from emulated_gpu import install
 from test_ops_varlen import K, Q
 from test_ops_varlen import draw as draw_rows
+from torch.utils.flop_counter import FlopCounterMode
 
 import flashgen as fg
 from flashgen.errors import LaunchError
 from flashgen.lang.load import load_spec
 
-causal = load_spec("causal")
+causal, relative_bias = load_spec("causal"), load_spec("relative_bias")
 
 
 def draw(dtype=torch.float32):
@@ -121,3 +122,54 @@ def test_kernels_write_there(capability, monkeypatch):
             torch.testing.assert_close(got, want.float(), rtol=0.03, atol=0.03)
     with pytest.raises(LaunchError, match="out and q share memory"):
         fg.attention(q, k, v, causal, out=q)
+
+
+LEAF, TABLE = torch.zeros(2, 4, 40, 32, requires_grad=True), torch.zeros(4, 17, requires_grad=True)
+WRONG = {
+    "a gradient is wanted": lambda q, k, v, out: fg.attention(LEAF, k, v, causal, out=out),
+    "a gradient is wanted, which": lambda q, k, v, out: fg.attention(q, k, v, relative_bias, table=TABLE, out=out),
+    "scale is a str": lambda q, k, v, out: fg.attention(q, k, v, causal, scale="x", out=out),
+    "'table' of 'relative_bias' is a list": lambda q, k, v, out: fg.attention(
+        q, k, v, relative_bias, table=[], out=out
+    ),
+    "out is a int": lambda q, k, v, out: fg.attention(q, k, v, causal, out=5),
+}
+
+
+@pytest.mark.sampled("a gradient is wanted-aot_eager", "scale is a str-aot_eager", "out is a int-aot_eager")
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("message", WRONG)
+def test_a_compiled_call_that_is_wrong_is_refused(message, backend):
+    """By an op that writes: a compiler leaves out one whose results nobody uses."""
+    q, k, v = draw()
+    out = torch.full_like(q, 7.0)
+    with pytest.raises(LaunchError, match=message):
+        torch.compile(WRONG[message], fullgraph=True, backend=backend)(q, k, v, out)
+    assert (out == 7).all()
+
+
+def test_what_a_mode_of_the_dispatcher_sees():
+    q, k, v = draw()
+    leaf, out = torch.ones_like(q, requires_grad=True), torch.ones_like(q)
+    used = (leaf * out).sum()
+    with FlopCounterMode(display=False):
+        with pytest.raises(LaunchError, match="a gradient is wanted"):
+            fg.attention(q, k, v, relative_bias, table=TABLE, out=out)
+        fg.attention(q, k, v, causal, out=out)
+    assert torch.equal(out, fg.attention(q, k, v, causal))
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        used.backward()
+
+
+def test_a_parameter_takes_a_result_where_no_gradient_is_wanted():
+    q, k, v = draw()
+    out = torch.nn.Parameter(torch.zeros_like(q))
+    with torch.no_grad():
+        assert torch.equal(fg.attention(q, k, v, causal, out=out), fg.attention(q, k, v, causal))
+    with pytest.raises(LaunchError, match="a gradient is wanted"):
+        fg.attention(q, k, v, causal, out=out)
+    with torch.inference_mode():
+        out = torch.empty_like(q)
+        assert torch.equal(fg.attention(q, k, v, causal, out=out), fg.attention(q, k, v, causal))
+    with pytest.raises(LaunchError, match=r"tensor of torch.inference_mode\(\)"):
+        fg.attention(q, k, v, causal, out=out)

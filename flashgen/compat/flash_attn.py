@@ -122,7 +122,7 @@ def flash_attn_with_kvcache(
         name = "flash_attn_with_kvcache"
         _check(name, (k_cache, v_cache), "blocks", "block_size", "heads", "head_dim", of="kv")
         rule, named = rule_of(causal, window_size, softcap, alibi_slopes)
-        rest |= {"page_table": block_table, **named}
+        rest |= {"page_table": int32("block_table", block_table), **named}
         o, lse = attention(q.transpose(1, 2), k_cache, v_cache, rule, scale=softmax_scale, return_lse=True, **rest)
         note(name)
         return (o.transpose(1, 2), lse) if return_softmax_lse else o.transpose(1, 2)
@@ -136,7 +136,7 @@ def flash_attn_with_kvcache(
 def _lengths(given: Any, q: torch.Tensor, k_cache: Any, *, paged: bool) -> Any:
     """The keys of each sequence, of one number for all; LaunchError where a cache has no room for it."""
     if not isinstance(given, (int, torch.SymInt, numbers.Integral)):
-        return given
+        return int32("cache_seqlens", given)
     _check_shape("k_cache", "k_cache", k_cache)
     count, room = whole(given), None if paged or not isinstance(k_cache, torch.Tensor) else k_cache.shape[1]
     if count < 0 or (room is not None and count > room):
@@ -271,13 +271,25 @@ def _attend(
     return o.transpose(1, 2), lse
 
 
+def int32(name: str, x: Any) -> torch.Tensor:
+    """A tensor of lengths or of page numbers; LaunchError, by the name that its function has for it, for anything
+    else."""
+    if not isinstance(x, torch.Tensor):
+        raise LaunchError(no_tensor(name, x))
+    check_layout(name, name, x, nested=stacked(name))
+    if x.dtype != torch.int32:
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise LaunchError(f"{name} is {dtype}: it is a tensor of int32\n  nearest: {name}.to(torch.int32)")
+    return x
+
+
 def bounded(most: Any, block_table: Any, k: Any) -> Any:
     """The most keys of a sequence: no more than a row of its table has room for.  What is neither is refused further
     on."""
-    for name, x in (("block_table", block_table), ("k", k)):
-        if not isinstance(x, torch.Tensor):
-            raise LaunchError(no_tensor(name, x))
-        check_layout(name, name, x, nested=stacked(name))
+    int32("block_table", block_table)
+    if not isinstance(k, torch.Tensor):
+        raise LaunchError(no_tensor("k", k))
+    check_layout("k", "k", k, nested=stacked("k"))
     if not isinstance(most, int) or block_table.dim() != 2 or k.dim() != 4:
         return most
     return min(most, block_table.shape[1] * k.shape[1])

@@ -125,4 +125,5 @@ def _keys(
             f"{NAME} with a block_table has keys in blocks: seqused_k says how many, and cu_seqlens_k is not served\n"
             "  nearest: seqused_k=..., int32 [sequences]"
         )
-    return {"page_table": block_table, "page_layout": "phd", "kv_lengths": seqused_k}
+    lengths = flash_attn.int32("seqused_k", seqused_k)
+    return {"page_table": block_table, "page_layout": "phd", "kv_lengths": lengths}

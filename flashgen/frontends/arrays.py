@@ -72,7 +72,6 @@ class Array:
     """
 
     __slots__ = ("_extents", "at", "dtype", "known", "of", "sizes", "weak")
-    __hash__ = None  # type: ignore[assignment]
     __array_ufunc__ = None  # NumPy's numbers leave operators to this class
 
     def __init__(
@@ -93,6 +92,12 @@ class Array:
         else:
             element = at(())
             self.at = lambda index: element
+
+    def __hash__(self) -> int:
+        raise refused(
+            "a traced value is no key of a dict and in no set: capture a table as a tensor, or write"
+            " (x == a) | (x == b)"
+        )
 
     @property
     def rank(self) -> int:

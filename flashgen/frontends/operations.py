@@ -96,9 +96,16 @@ def _changes_nothing(*, inplace: bool = False, out: object = None) -> None:
 
 
 def _check_width(dtype: torch.dtype, what: str) -> None:
-    if dtype in NARROW:
-        name = str(dtype).removeprefix("torch.")
-        raise refused(f"`{what}` of {name} wraps in torch beyond its {dtype.itemsize * 8} bits: write x.int() first")
+    if dtype not in NARROW:
+        return
+    name = str(dtype).removeprefix("torch.")
+    if what == "~" and not dtype.is_signed:
+        raise refused(
+            f"`~` of {name} is {torch.iinfo(dtype).max} - x in torch: write {torch.iinfo(dtype).max} - x.int()"
+        )
+    if what in ("~", ">>"):
+        raise refused(f"`{what}` of {name} is not traced: write x.int() first, which has the same value")
+    raise refused(f"`{what}` of {name} wraps in torch beyond its {dtype.itemsize * 8} bits: write x.int() first")
 
 
 def _comparison(build: Operation) -> Operation:

@@ -115,6 +115,9 @@ def as_spec_error(error: BaseException, *, folder: str | None = None) -> SpecErr
         where = SourceLine(str(error.filename), error.lineno or 0, error.text or "")
         return SpecError(f"the spec is not Python: {error.msg}", where=where)
     where = _deepest(error.__traceback__, folder)
+    if isinstance(error, TypeError) and "__array_ufunc__" in str(error):
+        text = "NumPy's functions know no traced values: write the function of that name of torch, or of fg in a spec"
+        return SpecError(text, where=where)
     if isinstance(error, NameError) and error.name:
         return SpecError(f"unknown symbol {error.name!r}{_suggest(error.name)}", where=where)
     if isinstance(error, AttributeError) and getattr(error.obj, "__name__", None) == "flashgen":

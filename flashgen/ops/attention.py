@@ -14,7 +14,7 @@ from flashgen.ops.call import Call
 from flashgen.ops.dropout import drawn
 from flashgen.ops.forward import run
 from flashgen.ops.layouts import check_layout
-from flashgen.ops.out import IN_A_TRANSFORM, WITH_GRADIENTS
+from flashgen.ops.out import IN_A_TRANSFORM, WITH_GRADIENTS, check_form
 from flashgen.ops.pages import heads_first
 from flashgen.ops.sequences import (
     BOUNDS,
@@ -238,6 +238,8 @@ def attention_varlen(
         own[VARLEN[2]] = position(q_offset)
     own = splits.joined(own, kv_splits, invariant)
     own = float8.joined(own, q_descale, k_descale, v_descale, accuracy, out_dtype)
+    if out is not None and v.dim() == 4 and not torch.compiler.is_compiling():
+        check_form(out, (*q.shape[:2], v.shape[3]), q)
     q = q.transpose(0, 1).unsqueeze(0)
     to = None if out is None else out.transpose(0, 1).unsqueeze(0)
     found = _attend(q, k, v, variant, scale, return_lse, dropout, seed, deterministic, {**named, **own}, to)
@@ -340,9 +342,9 @@ def _attend(
             o, lse = shards.attend(q, k, v, call, dropout, seed)
             return (o, lse) if return_lse else o
         if out is not None:
-            lse = library.through_op_into(out, q, k, v, call, dropout, seed)
-            return (out, lse) if return_lse else out
-        o, lse = library.through_op(q, k, v, call, dropout, seed)
+            o, lse = library.through_op_into(out, q, k, v, call, dropout, seed)
+        else:
+            o, lse = library.through_op(q, k, v, call, dropout, seed)
         return (o, lse) if return_lse else o
     if deterministic is not False and (wrong := no_flag("deterministic", deterministic)):
         raise LaunchError(wrong)

@@ -67,7 +67,7 @@ def run(
         empty = request.lacks_rows(q, k)
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
-            o = o if out is None else out.copy_(o)
+            o = o if out is None else written(out.copy_(o))
             return (o, lse) if return_lse else o
         lies = (q.shape, k.shape, v.shape, q.stride(), k.stride(), v.stride()) if key is None else key
         record = _recorded(q, k, v, request, lies, out)
@@ -75,7 +75,16 @@ def run(
             remember(calls.records, key, record)
     elif out is not None:
         check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
-    return record(q, k, v, call, return_lse, out)
+    result = record(q, k, v, call, return_lse, out)
+    if out is not None:
+        written(out)
+    return result
+
+
+def written(out: torch.Tensor) -> torch.Tensor:
+    """Memory that a call has written to.  Autograd is told: no kernel of ours tells it, and no copy within an op."""
+    torch.autograd.graph.increment_version(out)
+    return out
 
 
 def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Iterator[tuple[str, object]]:

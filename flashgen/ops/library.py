@@ -39,6 +39,9 @@ _CALL = f"call(Tensor q, Tensor k, Tensor v, {_GIVEN}, {_LAST}) -> (Tensor o, Te
 #: A call that is wrong in what no graph can hold: raises LaunchError when the graph runs, as other wrong calls do.
 _REFUSE = "refuse(Tensor q, Tensor v, str message) -> (Tensor o, Tensor lse)"
 
+#: The same of a call that writes to `out`: a compiler leaves out an op whose results nobody uses, unless it writes.
+_REFUSE_INTO = "refuse_into(Tensor(a!) out, Tensor q, Tensor v, str message) -> Tensor lse"
+
 #: Seed and offset of one call's dropout as int64 on the CPU, moving torch's generator on where no seed is given; a
 #: `high` seed is 2^64 more.  `site` is the place of the call: two calls never share theirs, whatever a compiler finds
 #: equal.
@@ -75,6 +78,7 @@ _library = torch.library.Library("flashgen", "DEF")
 _library.define(_DRAW, tags=(torch.Tag.nondeterministic_seeded,))
 _library.define(_CALL)
 _library.define(_REFUSE)
+_library.define(_REFUSE_INTO)
 _library.define(_FORWARD)
 _library.define(_CALL_INTO)
 _library.define(_INTO)
@@ -108,16 +112,17 @@ def through_op(
 
 def through_op_into(
     out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call, dropout: float, seed: int | None
-) -> torch.Tensor:
-    """The same whose o is written to `out`: lse."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The same whose o is written to `out`: that and lse."""
     wrong = _checked(q, k, v, call, dropout, seed)
     if not isinstance(out, torch.Tensor):
-        wrong = wrong or no_tensor("out", out)
-    elif torch.is_grad_enabled() and any(isinstance(x, torch.Tensor) and x.requires_grad for x in (q, k, v, out)):
+        return torch.ops.flashgen.refuse(q, v, wrong or no_tensor("out", out))
+    tensors = (x for x in (q, k, v, out, *call.named.values()) if isinstance(x, torch.Tensor))
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
         wrong = wrong or WITH_GRADIENTS
     if wrong is not None:
-        return torch.ops.flashgen.refuse(q, v, wrong)[1]
-    return torch.ops.flashgen.call_into(out, q, k, v, *_traced_call(q, call, dropout, seed))
+        return out, torch.ops.flashgen.refuse_into(out, q, v, wrong)
+    return out, torch.ops.flashgen.call_into(out, q, k, v, *_traced_call(q, call, dropout, seed))
 
 
 def _checked(
@@ -254,6 +259,10 @@ def _refuse(q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
     raise LaunchError(message)
 
 
+def _refuse_into(out: torch.Tensor, q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
+    raise LaunchError(message)
+
+
 def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.Tensor:
     seed = seed + (1 << 64) if high and seed is not None else seed
     if wrong := no_seed(seed):
@@ -362,6 +371,7 @@ _library.impl("call_into", _transformed, "FuncTorchBatched")
 for _name, _kernel in (
     ("draw", _draw),
     ("refuse", _refuse),
+    ("refuse_into", _refuse_into),
     ("attention", _attention),
     ("attention_into", _attention_into),
     ("attention_backward", _attention_backward),
@@ -369,6 +379,7 @@ for _name, _kernel in (
     torch.library.register_kernel(f"flashgen::{_name}", ("cpu", "cuda"), _kernel, lib=_library)
 torch.library.register_fake("flashgen::draw", lambda *_: torch.empty(2, dtype=torch.int64, device="cpu"), lib=_library)
 torch.library.register_fake("flashgen::refuse", _results, lib=_library)
+torch.library.register_fake("flashgen::refuse_into", lambda out, q, v, _: _results(q, v)[1], lib=_library)
 torch.library.register_fake("flashgen::attention", _shapes, lib=_library)
 torch.library.register_fake("flashgen::attention_into", _into_shapes, lib=_library)
 torch.library.register_fake("flashgen::attention_backward", _backward_shapes, lib=_library)

@@ -28,15 +28,14 @@ def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: It
     if not isinstance(out, torch.Tensor):
         raise LaunchError(no_tensor("out", out))
     check_memory("out", "out", out)
-    if tuple(out.shape) != shape:
-        raise LaunchError(f"out is {list(out.shape)} and o {list(shape)}\n  nearest: out of shape {list(shape)}")
-    if out.dtype != q.dtype or out.device != q.device:
-        raise LaunchError(
-            f"out is {out.dtype} on {out.device} and o {q.dtype} on {q.device}\n"
-            f"  nearest: torch.empty({list(shape)}, dtype={q.dtype}, device={str(q.device)!r})"
-        )
-    if out.requires_grad:
+    check_form(out, shape, q)
+    if out.requires_grad and torch.is_grad_enabled():
         raise LaunchError(WITH_GRADIENTS)
+    if out.is_inference() and not torch.is_inference_mode_enabled():
+        raise LaunchError(
+            "out is a tensor of torch.inference_mode(), and written in place outside of it\n"
+            "  nearest: the call inside of it, or out.clone()"
+        )
     check_rows("out", out)
     if _folded(out):
         raise LaunchError(
@@ -47,6 +46,17 @@ def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: It
             raise LaunchError(
                 f"out and {name} share memory, which kernels read while they write\n  nearest: a new tensor"
             )
+
+
+def check_form(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
+    """Raise LaunchError unless memory for o has its shape, as the call has it, and q's dtype and device."""
+    if tuple(out.shape) != shape:
+        raise LaunchError(f"out is {list(out.shape)} and o {list(shape)}\n  nearest: out of shape {list(shape)}")
+    if out.dtype != q.dtype or out.device != q.device:
+        raise LaunchError(
+            f"out is {out.dtype} on {out.device} and o {q.dtype} on {q.device}\n"
+            f"  nearest: torch.empty({list(shape)}, dtype={q.dtype}, device={str(q.device)!r})"
+        )
 
 
 def _folded(x: torch.Tensor) -> bool:

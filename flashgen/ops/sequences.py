@@ -383,8 +383,11 @@ def of_batch(found: Sequences, problem: Problem) -> tuple[Sequence, ...]:
     if found.layout.joined and not found.layout.paged:
         k_start, keys = _spans("cu_seqlens_k", of_k, found.rows[1], problem.kv_len, "max_seqlen_k")
     else:
-        what = "the most keys that pages hold" if found.layout.paged else "kv_len"
-        keys = _bounded("kv_lengths", of_k, problem.kv_len, what, problem.batch)
+        what, most = "kv_len", problem.kv_len
+        if found.cache is not None and of_k is not None and table[0] is not None:
+            what, most = "the most keys that pages hold", table[0].shape[1] * found.cache.page_size
+            _check_bound(of_k, problem.kv_len, most)
+        keys = _bounded("kv_lengths", of_k, most, what, problem.batch)
     pages = (None,) * problem.batch if found.cache is None else pages_of(table[0], keys, found.cache)
     if q_offsets is not None:
         first, most = q_offsets, MAX_LENGTH - 1 - problem.q_len
@@ -429,6 +432,16 @@ def _spans(name: str, starts: np.ndarray | None, rows: int, most: int, bound: st
 
 def _read(tensor: torch.Tensor | None) -> np.ndarray | None:
     return None if tensor is None else tensor.detach().cpu().numpy().astype(np.int64)
+
+
+def _check_bound(lengths: np.ndarray, most: int, room: int) -> None:
+    """Raise LaunchError for a sequence in pages that has more keys than max_seqlen_k says, and no more than a row of
+    its table has `room` for."""
+    for b in np.flatnonzero((lengths > most) & (lengths <= room))[:1]:
+        raise LaunchError(
+            f"kv_lengths[{b}] is {lengths[b]} and max_seqlen_k is {most}: no sequence is longer than that\n"
+            f"  nearest: max_seqlen_k={min(lengths.max(), room)}"
+        )
 
 
 def _bounded(name: str, given: np.ndarray | None, most: int, what: str, batch: int) -> np.ndarray:
