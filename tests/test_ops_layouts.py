@@ -65,7 +65,7 @@ ARGUMENTS = {
     "sin": (ANGLES, lambda x: quantize(cos=ANGLES, sin=x)),
     "smooth_k": (torch.zeros(2, 4, 64), lambda x: quantize(smooth_k=x)),
     "quantize's q_lengths": (LENGTHS, lambda x: quantize(q_lengths=x, kv_lengths=LENGTHS)),
-    "flash_attn's kv_lengths": (LENGTHS, lambda x: flash_attn.flash_attn_with_kvcache(*[LAST] * 3, cache_seqlens=x)),
+    "flash_attn's cache_seqlens": (LENGTHS, lambda x: flash_attn.flash_attn_with_kvcache(*[LAST] * 3, cache_seqlens=x)),
     "flash_attn's block_table": (
         TABLE,
         lambda x: flash_attn.flash_attn_varlen_func(JOINED, CACHE, CACHE, STARTS, STARTS, 30, 30, block_table=x),

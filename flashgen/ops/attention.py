@@ -238,7 +238,7 @@ def attention_varlen(
         own[VARLEN[2]] = position(q_offset)
     own = splits.joined(own, kv_splits, invariant)
     own = float8.joined(own, q_descale, k_descale, v_descale, accuracy, out_dtype)
-    if out is not None and v.dim() == 4 and not torch.compiler.is_compiling():
+    if out is not None and v.dim() == 4 and q.dtype.itemsize > 1 and not torch.compiler.is_compiling():
         check_form(out, (*q.shape[:2], v.shape[3]), q)
     q = q.transpose(0, 1).unsqueeze(0)
     to = None if out is None else out.transpose(0, 1).unsqueeze(0)
