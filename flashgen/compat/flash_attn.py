@@ -271,12 +271,16 @@ def _attend(
     return o.transpose(1, 2), lse
 
 
-def int32(name: str, x: Any) -> torch.Tensor:
-    """A tensor of lengths or of page numbers; LaunchError, by the name that its function has for it, for anything
-    else."""
+def _check_dense(name: str, x: Any) -> None:
     if not isinstance(x, torch.Tensor):
         raise LaunchError(no_tensor(name, x))
     check_layout(name, name, x, nested=stacked(name))
+
+
+def int32(name: str, x: Any) -> torch.Tensor:
+    """A tensor of lengths or of page numbers; LaunchError, by the name that its function has for it, for anything
+    else."""
+    _check_dense(name, x)
     if x.dtype != torch.int32:
         dtype = str(x.dtype).removeprefix("torch.")
         raise LaunchError(f"{name} is {dtype}: it is a tensor of int32\n  nearest: {name}.to(torch.int32)")
@@ -287,9 +291,7 @@ def bounded(most: Any, block_table: Any, k: Any) -> Any:
     """The most keys of a sequence: no more than a row of its table has room for.  What is neither is refused further
     on."""
     int32("block_table", block_table)
-    if not isinstance(k, torch.Tensor):
-        raise LaunchError(no_tensor("k", k))
-    check_layout("k", "k", k, nested=stacked("k"))
+    _check_dense("k", k)
     if not isinstance(most, int) or block_table.dim() != 2 or k.dim() != 4:
         return most
     return min(most, block_table.shape[1] * k.shape[1])

@@ -63,7 +63,7 @@ def run(
     if record is None:
         request = request_of(q, k, v, call, calls, key)
         if out is not None:
-            check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
+            _check_out(out, q, k, v, call)
         empty = request.lacks_rows(q, k)
         if empty or not q.is_cuda:
             o, lse = _nothing(q, v, request) if empty else _walk(q, k, v, request)
@@ -74,7 +74,7 @@ def run(
         if key is not None:
             remember(calls.records, key, record)
     elif out is not None:
-        check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call))
+        _check_out(out, q, k, v, call)
     result = record(q, k, v, call, return_lse, out)
     if out is not None:
         written(out)
@@ -85,6 +85,11 @@ def written(out: torch.Tensor) -> torch.Tensor:
     """Memory that a call has written to.  Autograd is told: no kernel of ours tells it, and no copy within an op."""
     torch.autograd.graph.increment_version(out)
     return out
+
+
+def _check_out(out: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> None:
+    joined = sequences.VARLEN[0] in call.named
+    check_out(out, o_layout(q, v)[0], q, _inputs(q, k, v, call), joined=joined)
 
 
 def _inputs(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, call: Call) -> Iterator[tuple[str, object]]:

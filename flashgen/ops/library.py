@@ -255,12 +255,8 @@ def _transformed(*_: object) -> NoReturn:
     raise LaunchError(TRANSFORMED)
 
 
-def _refuse(q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
-    raise LaunchError(message)
-
-
-def _refuse_into(out: torch.Tensor, q: torch.Tensor, v: torch.Tensor, message: str) -> NoReturn:
-    raise LaunchError(message)
+def _refuse(*arguments: Any) -> NoReturn:
+    raise LaunchError(arguments[-1])
 
 
 def _draw(like: torch.Tensor, seed: int | None, high: bool, site: int) -> torch.Tensor:
@@ -371,7 +367,7 @@ _library.impl("call_into", _transformed, "FuncTorchBatched")
 for _name, _kernel in (
     ("draw", _draw),
     ("refuse", _refuse),
-    ("refuse_into", _refuse_into),
+    ("refuse_into", _refuse),
     ("attention", _attention),
     ("attention_into", _attention_into),
     ("attention_backward", _attention_backward),

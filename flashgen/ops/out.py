@@ -22,13 +22,28 @@ IN_A_TRANSFORM = (
 )
 
 
-def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: Iterable[tuple[str, object]]) -> None:
+def check(
+    out: torch.Tensor,
+    shape: tuple[int, ...],
+    q: torch.Tensor,
+    inputs: Iterable[tuple[str, object]],
+    *,
+    joined: bool = False,
+) -> None:
     """Raise LaunchError unless o of a call can be written there: of this shape [batch, heads, q_len, v_head_dim], q's
-    dtype and device, rows that a kernel can write, and memory that none of the inputs shares."""
+    dtype and device, rows that a kernel can write, and memory that none of the inputs shares.  The rows of `joined`
+    sequences are said as attention_varlen has them, [rows, heads, v_head_dim]."""
     if not isinstance(out, torch.Tensor):
         raise LaunchError(no_tensor("out", out))
     check_memory("out", "out", out)
-    check_form(out, shape, q)
+    if tuple(out.shape) != shape:
+        given, wanted = _as_given(tuple(out.shape), joined), _as_given(shape, joined)
+        raise LaunchError(f"out is {given} and o {wanted}\n  nearest: out of shape {wanted}")
+    if out.dtype != q.dtype or out.device != q.device:
+        raise LaunchError(
+            f"out is {out.dtype} on {out.device} and o {q.dtype} on {q.device}\n"
+            f"  nearest: torch.empty({_as_given(shape, joined)}, dtype={q.dtype}, device={str(q.device)!r})"
+        )
     if out.requires_grad and torch.is_grad_enabled():
         raise LaunchError(WITH_GRADIENTS)
     if out.is_inference() and not torch.is_inference_mode_enabled():
@@ -48,15 +63,9 @@ def check(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor, inputs: It
             )
 
 
-def check_form(out: torch.Tensor, shape: tuple[int, ...], q: torch.Tensor) -> None:
-    """Raise LaunchError unless memory for o has its shape, as the call has it, and q's dtype and device."""
-    if tuple(out.shape) != shape:
-        raise LaunchError(f"out is {list(out.shape)} and o {list(shape)}\n  nearest: out of shape {list(shape)}")
-    if out.dtype != q.dtype or out.device != q.device:
-        raise LaunchError(
-            f"out is {out.dtype} on {out.device} and o {q.dtype} on {q.device}\n"
-            f"  nearest: torch.empty({list(shape)}, dtype={q.dtype}, device={str(q.device)!r})"
-        )
+def _as_given(shape: tuple[int, ...], joined: bool) -> list[int]:
+    """A shape as the call has it."""
+    return [shape[2], shape[1], shape[3]] if joined else list(shape)
 
 
 def _folded(x: torch.Tensor) -> bool:
