@@ -11,7 +11,7 @@ import hashlib
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 from flashgen.errors import SourceLine
 from flashgen.locks import Lock
@@ -234,36 +234,47 @@ def depends_on(root: Node, *positions: str) -> bool:
     return not positions_of(root).isdisjoint(positions)
 
 
+_T = TypeVar("_T")
+
+
+def _from_below(
+    known: weakref.WeakKeyDictionary[Node, frozenset[_T]],
+    root: Node,
+    own: Callable[[Node, frozenset[_T]], frozenset[_T]],
+) -> frozenset[_T]:
+    """What `own` makes of each node and of what its operands have together, kept in `known`: that of one."""
+    found = known.get(root)
+    if found is None:
+        for n in walk([root], into=lambda n: n not in known):
+            if n not in known:
+                known[n] = own(n, frozenset().union(*(known[o] for o in n.operands)))
+        found = known[root]
+    return found
+
+
 _positions: weakref.WeakKeyDictionary[Node, frozenset[str]] = weakref.WeakKeyDictionary()
 
 
 def positions_of(root: Node) -> frozenset[str]:
     """The positions that a node's value depends on; the score is one of all four."""
-    found = _positions.get(root)
-    if found is None:
-        for n in walk([root], into=lambda n: n not in _positions):
-            if n not in _positions:
-                own = {n.attr} if n.op == "index" else "bhqk" if n.op == "score" else ()
-                _positions[n] = frozenset(own).union(*(_positions[o] for o in n.operands))
-        found = _positions[root]
-    return found
+    return _from_below(_positions, root, _with_positions)
+
+
+def _with_positions(n: Node, below: frozenset[str]) -> frozenset[str]:
+    return below.union({n.attr} if n.op == "index" else "bhqk" if n.op == "score" else ())
 
 
 _loop_indices: weakref.WeakKeyDictionary[Node, frozenset[LoopIndex]] = weakref.WeakKeyDictionary()
-_NO_LOOP: frozenset[LoopIndex] = frozenset()
 
 
 def loop_indices(root: Node) -> frozenset[LoopIndex]:
     """The indices of loops around a node that its value depends on."""
-    found = _loop_indices.get(root)
-    if found is None:
-        for n in walk([root], into=lambda n: n not in _loop_indices):
-            if n not in _loop_indices:
-                below = _NO_LOOP.union(*(_loop_indices[o] for o in n.operands))
-                own = {n.attr} if isinstance(n.attr, LoopIndex) else _NO_LOOP
-                _loop_indices[n] = own | below if n.op == "loop_index" else below - own
-        found = _loop_indices[root]
-    return found
+    return _from_below(_loop_indices, root, _with_loops)
+
+
+def _with_loops(n: Node, below: frozenset[LoopIndex]) -> frozenset[LoopIndex]:
+    own = {n.attr} if isinstance(n.attr, LoopIndex) else ()
+    return below.union(own) if n.op == "loop_index" else below.difference(own)
 
 
 def layer(roots: Iterable[Node], loops: tuple[LoopIndex, ...] = ()) -> list[Node]:
