@@ -1,23 +1,30 @@
-"""The highest score of a row in Hopper's softmax: found among integers, it is that of the floats."""
+"""The highest score of a row in Hopper's softmax: found among integers, it is that of the floats; below 0 it is any of
+them where no maximum is."""
 
 from __future__ import annotations
 
+import dataclasses
+
 import numpy as np
 import pytest
+import torch
 
-from flashgen.codegen import device
-from flashgen.planning.members import HighestAsFloat, HighestAsInteger
+from flashgen.codegen import device, emit
+from flashgen.planning.members import HighestAsFloat, HighestAsInteger, HighestBySigns, MaskedTilesApart, TilesAlike
+from tests.ptx_attention import replace, work
 from tests.ptx_kernels import launch
 
 #: Each lane has 2 rows of COLUMNS / 2 elements; row and column as wgmma lays S out (`hopper_softmax.cuh`).
 COLUMNS = 48
+
+BY_SIGNS = HighestBySigns.find
 
 KERNEL = """
 extern "C" __global__ void k(const float* scores, float* out) {
   float s[COLUMNS];
   for (int i = 0; i < COLUMNS; i++) s[i] = scores[threadIdx.x * COLUMNS + i];
   float highest[2];
-  FIND(s, highest);
+  FIND;
   out[threadIdx.x * 2] = highest[0];
   out[threadIdx.x * 2 + 1] = highest[1];
 }
@@ -36,12 +43,15 @@ INPUTS = {
 
 
 def source(find: str) -> str:
+    """The kernel that finds highest scores by this call."""
     text = KERNEL.replace("COLUMNS", str(COLUMNS)).replace("FIND", find)
     return device.used_by("DEVICE u32 u64 " + text) + "\n\n" + text
 
 
 @pytest.mark.parametrize("name", INPUTS)
-@pytest.mark.parametrize("find", [member.find for member in (HighestAsInteger, HighestAsFloat)])
+@pytest.mark.parametrize(
+    "find", [HighestAsInteger.find, HighestAsFloat.find, HighestBySigns.find.replace("negative", "true")]
+)
 def test_the_highest_of_rows(find, name):
     scores = INPUTS[name](np.random.default_rng()).astype(np.float32)
     out = np.full(64, np.nan, np.float32)
@@ -49,6 +59,18 @@ def test_the_highest_of_rows(find, name):
     rows = scores.reshape(8, 4, COLUMNS // 4, 2, 2)  # quads, lanes of a quad, blocks of 8 columns, rows, elements
     expected = np.repeat(rows.max(axis=(1, 2, 4))[:, None], 4, axis=1)
     np.testing.assert_array_equal(out.reshape(8, 4, 2), expected)
+
+
+@pytest.mark.parametrize("name", INPUTS)
+def test_below_zero_any_score_will_do_where_no_maximum_is(name):
+    scores = INPUTS[name](np.random.default_rng()).astype(np.float32)
+    out = np.full(64, np.nan, np.float32)
+    launch(source(BY_SIGNS.replace("negative", "false")), {"scores": scores, "out": out}, arch="sm_90a")
+    rows = scores.reshape(8, 4, COLUMNS // 4, 2, 2)
+    expected = np.repeat(rows.max(axis=(1, 2, 4))[:, None], 4, axis=1)
+    found = out.reshape(8, 4, 2)
+    np.testing.assert_array_equal(found[expected >= 0], expected[expected >= 0])
+    assert np.all(found[expected < 0] <= expected[expected < 0])
 
 
 def test_a_row_with_a_nan_leaves_others_alone():
@@ -72,3 +94,45 @@ def test_the_first_look_alone_would_be_wrong():
     launch(broken, {"scores": scores, "out": out}, arch="sm_90a")
     rows = scores.reshape(8, 4, COLUMNS // 4, 2, 2)
     assert not np.array_equal(out.reshape(8, 4, 2)[:, 0], rows.max(axis=(1, 2, 4)))
+
+
+#: Two tiles of queries by three of keys.
+SHAPE = {"q_len": 200, "kv_len": 300, "head_dim": 128, "heads": 1, "kv_heads": 1, "tile": (128, 128)}
+
+
+def falling(spec, **shape):
+    """Every score is negative, and the first tiles that are visited, which are the last, have the lowest."""
+    w = work(spec, "hopper", **{**SHAPE, **shape})
+    q, k, v = w.qkv
+    growth = torch.linspace(1, 30, k.shape[2], dtype=torch.float64)[:, None]
+    return dataclasses.replace(w, qkv=(q.abs(), (-k.double().abs() * growth).to(k.dtype), v))
+
+
+def run(w, edit=None):
+    return w.run(edit, sms=1, step_limit=8_000_000)
+
+
+@pytest.mark.sampled("bfloat16-alibi")
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["full", "causal", "sliding_window", "alibi"])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_the_bits_are_those_of_a_kernel_that_always_finds_the_highest(dtype, spec):
+    w = falling(spec, dtype=dtype)
+    chosen = w.plan.specialized
+    assert isinstance(chosen.highest, HighestBySigns) and isinstance(chosen.full_tiles, MaskedTilesApart)
+    found = run(w)
+    assert w.wrong(found) == ()
+    always = dataclasses.replace(chosen, highest=HighestAsInteger(), full_tiles=TilesAlike())
+    source = emit(dataclasses.replace(w.plan, specialized=always))
+    assert source != w.source
+    expected = run(w, lambda _: source)
+    assert np.array_equal(found.o, expected.o) and np.array_equal(found.lse, expected.lse)
+
+
+@pytest.mark.sampled("causal")
+@pytest.mark.slow
+@pytest.mark.parametrize("spec", ["full", "causal"])
+def test_maxima_below_zero_are_looked_for(spec):
+    signs = "    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < 0.f);\n"
+    w = falling(spec)
+    assert w.wrong(run(w, replace(signs, "    negative = false;\n")))

@@ -26,9 +26,8 @@ from flashgen.planning.members import (
     DqSum,
     FirstTile,
     Fold,
-    FullTilesApart,
-    HighestAsFloat,
-    HighestAsInteger,
+    FullTiles,
+    Highest,
     Keys,
     LaggingP,
     LaggingPByBits,
@@ -60,7 +59,6 @@ from flashgen.planning.members import (
     SplitDkDv,
     StepEnd,
     TileEnd,
-    TilesAlike,
     TwoLevels,
     VAsStored,
     VTurnedOver,
@@ -225,8 +223,8 @@ class Specialized:
     ping_pong: bool  # warpgroups take turns to issue products
     score: ScoreByElement | ScoreByRow | ScoreNearZero | SoftCap
     mask: Mask = field(default_factory=MaskByElement)
-    full_tiles: FullTilesApart | TilesAlike
-    highest: HighestAsInteger | HighestAsFloat
+    full_tiles: FullTiles
+    highest: Highest
     o: OByTma | OFromRegisters | OInParts | OOfTurnedV | OInPartsOfTurnedV
     scheduler: Scheduler
     products: OneLevel | TwoLevels = ONE_LEVEL

@@ -38,17 +38,29 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
-// (VIMNMX3); of floats it takes two (FMNMX).  Among floats that are not all negative the highest has the highest bits;
-// among negative ones, which a lane's of a row seldom all are, the lowest.
-template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
-  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
-  if (__any_sync(~0u, min(bits[0], bits[1]) < 0)) {
+// The same, given the highest `bits` of each row of this lane; where they are `negative`, those of the lowest are taken:
+// among negative floats the highest has the lowest bits.
+template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2], bool negative, float (&highest)[2]) {
+  if (negative) {
 #pragma unroll
     for (int r = 0; r < 2; r++) bits[r] = bits[r] < 0 ? lowest_bits(s, r) : bits[r];
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
+}
+
+// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
+// (VIMNMX3); of floats it takes two (FMNMX).  A lane's scores of a row are seldom all negative.
+template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
+  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
+  highest_of_bits(s, bits, __any_sync(~0u, min(bits[0], bits[1]) < 0), highest);
+}
+
+// The same for maxima of which none is below 0 unless some are `negative`: of scores that are all below it no maximum
+// follows any, and one of them is as good as another.  No vote stands between S and its exponentials then.
+template <int N> DEVICE void highest_to_follow(const float (&s)[N], bool negative, float (&highest)[2]) {
+  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
+  highest_of_bits(s, bits, negative, highest);
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.

@@ -86,11 +86,15 @@ from flashgen.planning.members.softmax import LAGGING_P as LAGGING_P
 from flashgen.planning.members.softmax import P8 as P8
 from flashgen.planning.members.softmax import RESCALE_BEHIND_P as RESCALE_BEHIND_P
 from flashgen.planning.members.softmax import ExactP as ExactP
+from flashgen.planning.members.softmax import FullTiles as FullTiles
 from flashgen.planning.members.softmax import FullTilesApart as FullTilesApart
+from flashgen.planning.members.softmax import Highest as Highest
 from flashgen.planning.members.softmax import HighestAsFloat as HighestAsFloat
 from flashgen.planning.members.softmax import HighestAsInteger as HighestAsInteger
+from flashgen.planning.members.softmax import HighestBySigns as HighestBySigns
 from flashgen.planning.members.softmax import LaggingP as LaggingP
 from flashgen.planning.members.softmax import LaggingPByBits as LaggingPByBits
+from flashgen.planning.members.softmax import MaskedTilesApart as MaskedTilesApart
 from flashgen.planning.members.softmax import OnesApart as OnesApart
 from flashgen.planning.members.softmax import OnesBehindV as OnesBehindV
 from flashgen.planning.members.softmax import PByBits as PByBits

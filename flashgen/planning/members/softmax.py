@@ -17,10 +17,21 @@ class FullTilesApart:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MaskedTilesApart:
+    """Masked tiles find their highest scores by code of their own, which serves rows of negative maxima too: most tiles
+    come to one branch in place of two."""
+
+    template: ClassVar[str] = "hopper/forward_masked_tiles_apart.cu.j2"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TilesAlike:
     """One code for all tiles: registers are short."""
 
     template: ClassVar[str] = "hopper/forward_tiles_alike.cu.j2"
+
+
+FullTiles = FullTilesApart | MaskedTilesApart | TilesAlike
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -66,14 +77,33 @@ class SoftCap:
 class HighestAsInteger:
     """Scores are compared as integers, three by one instruction, and again where a thread's are all negative."""
 
-    find: ClassVar[str] = "highest_by_integers"
+    find_first: ClassVar[str] = "highest_by_integers(s, highest)"
+    find: ClassVar[str] = find_first
+    members: ClassVar[str] = ""
+    find_signs: ClassVar[str] = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HighestBySigns:
+    """As integers too, and again where a row's maximum is negative, which is known before S is."""
+
+    find_first: ClassVar[str] = "highest_by_floats(s, highest)"
+    find: ClassVar[str] = "highest_to_follow(s, negative, highest)"
+    members: ClassVar[str] = "  bool negative = true;  // whether the maximum of a row of this warp is\n"
+    find_signs: ClassVar[str] = "    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < 0.f);\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HighestAsFloat:
     """Scores are compared as floats, two by one instruction: registers are short."""
 
-    find: ClassVar[str] = "highest_by_floats"
+    find_first: ClassVar[str] = "highest_by_floats(s, highest)"
+    find: ClassVar[str] = find_first
+    members: ClassVar[str] = ""
+    find_signs: ClassVar[str] = ""
+
+
+Highest = HighestAsInteger | HighestBySigns | HighestAsFloat
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -301,6 +301,20 @@ struct RowState { float row_max[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
+// The highest of each row over the four lanes that share it.
+template <int N> DEVICE void highest_by_floats(const float (&s)[N], float (&highest)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; r++) {
+    float even = s[2 * r], odd = s[2 * r + 1];
+#pragma unroll
+    for (int i = 2 * r + 4; i < N; i += 4) {
+      even = fmaxf(even, s[i]);
+      odd = fmaxf(odd, s[i + 1]);
+    }
+    highest[r] = quad_max(fmaxf(even, odd));
+  }
+}
+
 // The highest and the lowest of this lane's elements of row r, as integers.
 template <int N> DEVICE int highest_bits(const float (&s)[N], int r) {
   int highest = __float_as_int(s[2 * r]);
@@ -316,17 +330,23 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
-// (VIMNMX3); of floats it takes two (FMNMX).  Among floats that are not all negative the highest has the highest bits;
-// among negative ones, which a lane's of a row seldom all are, the lowest.
-template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
-  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
-  if (__any_sync(~0u, min(bits[0], bits[1]) < 0)) {
+// The same, given the highest `bits` of each row of this lane; where they are `negative`, those of the lowest are
+// taken:
+// among negative floats the highest has the lowest bits.
+template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2], bool negative, float (&highest)[2]) {
+  if (negative) {
 #pragma unroll
     for (int r = 0; r < 2; r++) bits[r] = bits[r] < 0 ? lowest_bits(s, r) : bits[r];
   }
 #pragma unroll
   for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
+}
+
+// The same for maxima of which none is below 0 unless some are `negative`: of scores that are all below it no maximum
+// follows any, and one of them is as good as another.  No vote stands between S and its exponentials then.
+template <int N> DEVICE void highest_to_follow(const float (&s)[N], bool negative, float (&highest)[2]) {
+  int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
+  highest_of_bits(s, bits, negative, highest);
 }
 
 // The maxima follow the highest of S, scaled, where its P is more than the row's limit: true if one of this lane's did.
@@ -613,6 +633,7 @@ struct Consumer {
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima that O and the sums still have, and what a tile adds to the sums
   float limit[2] = {};  // of P, beyond which a row's maximum follows
+  bool negative = true;  // whether the maximum of a row of this warp is
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -740,19 +761,25 @@ struct Consumer {
   DEVICE void find_limits() {
 #pragma unroll
     for (int r = 0; r < 2; r++) limit[r] = lag_limit(state.sum[r], SHARE, MOST);
+    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < 0.f);
   }
 
-  // S becomes P after a look at its maxima.  Lane 0 or 1 releases K, by a bit that depends on the maxima: ptxas moves
-  // the wait for O up to the release, so at least the maxima are found while the product runs.
-  DEVICE void softmax(S& s) {
+  // S becomes P; the maxima follow its highest scores.  Lane 0 or 1 releases K, by a bit that depends on the maxima:
+  // ptxas moves the wait for O up to the release, so at least the maxima are found while the product runs.
+  DEVICE void follow_and_exponentiate(S& s, const float (&highest)[2]) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    float highest[2];
-    highest_by_integers(s, highest);
     moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
+  }
+
+  // Of the first tile of a schedule.
+  DEVICE void softmax(S& s) {
+    float highest[2];
+    highest_by_floats(s, highest);
+    follow_and_exponentiate(s, highest);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -762,12 +789,17 @@ struct Consumer {
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
-  DEVICE void to_probabilities(S& s) {
-    softmax(s);
+  DEVICE void to_probabilities(S& s, const float (&highest)[2]) {
+    follow_and_exponentiate(s, highest);
     await_pv();
     round(s);
   }
 
+  DEVICE void to_probabilities(S& s) {
+    float highest[2];
+    highest_to_follow(s, negative, highest);
+    to_probabilities(s, highest);
+  }
   // Score and softmax of the first tile of a schedule.
   DEVICE void begin(S& s, Ring<WORK_STAGES> at) {
     const int tile = (p.kv_len - 1) / TILE_KV;

@@ -50,7 +50,7 @@ from flashgen.planning.members import (
 )
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.pipelines.hopper import programs
-from flashgen.planning.pipelines.hopper.forward import boxed, padded
+from flashgen.planning.pipelines.hopper.candidate import boxed, padded
 from flashgen.planning.pipelines.protocol import Predictor
 from flashgen.planning.pipelines.shared import make_plan, total
 from flashgen.planning.plan import ITEM, KernelPlan, Part, SpecializedBackward, Tile, staged

@@ -18,6 +18,7 @@ from flashgen.planning.members import (
     P8,
     PACKED,
     ExactP,
+    Highest,
     HighestAsFloat,
     HighestAsInteger,
     Keys,
@@ -42,8 +43,8 @@ from flashgen.planning.members import (
     TwoLevels,
     VTurnedOver,
 )
-from flashgen.planning.pipelines.hopper import forward, pace, programs
-from flashgen.planning.pipelines.hopper.forward import ROWS, Candidate
+from flashgen.planning.pipelines.hopper import candidate, forward, masks, pace, programs
+from flashgen.planning.pipelines.hopper.candidate import ALONE, ROWS, Candidate
 from flashgen.planning.pipelines.shared import SOFTMAX_OPS, make_plan, total
 from flashgen.planning.plan import KernelPlan, Part, Specialized, Tile, rows_of
 from flashgen.planning.profile import profile
@@ -59,7 +60,7 @@ cannot_pack = forward.cannot_pack
 
 #: Consumer warpgroups, and the queries of a tile.  One is for decoding: products of 128 rows, few of which are queries,
 #: would take longer than the keys of a tile need from memory.
-WARPGROUPS = (1, *forward.WARPGROUPS)
+WARPGROUPS = (ALONE, *candidate.WARPGROUPS)
 QUERIES = tuple(ROWS * w for w in WARPGROUPS)
 
 #: Head dims that the pipeline emits: rows of 16 bytes.  Narrower ones are bound by exponentials, as 16 bits are.
@@ -285,7 +286,7 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 def _mask(c: Candidate, request: KernelRequest) -> Mask:
     """How elements are masked: as in 16 bits.  Bounds are not asked apart where P V comes in pieces: `dilated` spilled
     104 bytes at head_dim 256."""
-    form = forward.mask_form(c, request)
+    form = masks.form(c, request)
     return MaskByElement() if request.v_head_dim > PIECE and isinstance(form, MaskWithinBounds) else form
 
 
@@ -325,7 +326,7 @@ def _most_keys(c: Candidate, request: KernelRequest) -> int:
     return next((keys for keys in some if wanted[keys] <= division(c, request)[1]), some[-1])
 
 
-def _highest(c: Candidate, request: KernelRequest) -> HighestAsInteger | HighestAsFloat:
+def _highest(c: Candidate, request: KernelRequest) -> Highest:
     """How the highest score of a row is found: by floats where P V comes in pieces beside many keys, found by compiling
     (1,800 to 2,000 bytes of spills by integers)."""
     pieces = request.v_head_dim > PIECE and c.tile.kv > NARROW_KEYS

@@ -9,7 +9,7 @@ or O of one is stored while queries of another come.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 
 from flashgen.lang.expr import Node, depends_on
@@ -30,16 +30,18 @@ from flashgen.planning.members import (
     Fold,
     FoldInMemory,
     FoldInShared,
+    FullTiles,
     FullTilesApart,
+    Highest,
     HighestAsFloat,
     HighestAsInteger,
+    HighestBySigns,
     Keys,
-    Mask,
     MaskAsBits,
     MaskByElement,
-    MaskByLookups,
     MaskByTile,
     MaskByWarpgroup,
+    MaskedTilesApart,
     MaskFromBits,
     MaskInWords,
     MaskWithinBounds,
@@ -59,7 +61,8 @@ from flashgen.planning.members import (
     TileEnd,
     TilesAlike,
 )
-from flashgen.planning.pipelines.hopper import programs
+from flashgen.planning.pipelines.hopper import masks, programs
+from flashgen.planning.pipelines.hopper.candidate import ALONE, BOX, DEPTH, ROWS, WARPGROUPS, Candidate, boxed, padded
 from flashgen.planning.pipelines.hopper.pace import FOLD_ITEM, SHORT_COLUMNS
 from flashgen.planning.pipelines.hopper.pace import clocks as clocks
 from flashgen.planning.pipelines.hopper.pace import packing_gain as packing_gain
@@ -72,7 +75,7 @@ from flashgen.planning.problem import STORED_BYTES
 from flashgen.planning.profile import profile
 from flashgen.planning.program import WARP, Program, consumer_registers
 from flashgen.planning.request import Fixed, KernelRequest
-from flashgen.planning.summaries import WORD, keeps_bits
+from flashgen.planning.summaries import WORD
 
 NAME, COPIES = "hopper", "TMA"
 
@@ -82,15 +85,6 @@ TMA_STRIDE_BYTES = 1 << 40
 #: Head dims that the pipeline emits, in steps of 8: TMA takes rows whose stride is a multiple of 16 bytes.
 HEAD_DIM_STEP, MIN_HEAD_DIM, MAX_HEAD_DIM = 8, 16, 256
 
-
-#: Query rows of a warpgroup (wgmma's m), and the depth of one wgmma, to which head dims and tile_kv are padded.
-ROWS, DEPTH = 64, 16
-
-#: Columns of a box that TMA copies: 128 bytes, the widest swizzle.  A narrower row is padded with zeros.
-BOX = 64
-
-#: Consumer warpgroups that share an SM; and one alone, for problems that are short of blocks.
-WARPGROUPS, ALONE = (2, 3), 1
 
 MAX_TILE_KV = 256
 TILE_RULE = f"tile_q is 64, 128 or 192 (warpgroups of {ROWS} rows), tile_kv a multiple of {DEPTH} up to {MAX_TILE_KV}"
@@ -180,18 +174,15 @@ ROOM = 16
 #: 1.07 to 1.09 of it where few are large.
 CAPPED_COLUMNS, CAP_VOTES, WIDE_CAP_VOTES = 192, 2, 4
 
+#: Columns of O for which signs of maxima say how highest scores are found.
+SIGNS_COLUMNS = range(96, 129)
+
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
 #: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
 PACKED_REGISTERS = 12
 
-#: Ops of a mask from which on it is asked for a few elements at a time: those with fewer do not spill.  What an element
-#: that is read for each key costs beyond one, and where query and key select it: a tree of drafts behind a cache, at
-#: head_dim 128, spilled 24 bytes with 13.
-BITS_OPS, READ_OPS, PAIR_READ_OPS = 14, 2, 1
-
-#: Bytes that a mask may look up of a query and a key: they lie in registers under a product, beside so many registers
-#: of what leads to them.
-LOOKUP_BYTES, LOOKUP_REGISTERS = 16, 8
+#: Registers of what leads to elements that a mask looks up of a query and a key.
+LOOKUP_REGISTERS = 8
 
 #: Registers of a producer's thread that judges tiles by evaluating conditions over ranges, not by zones alone; and of
 #: one that goes on to parts of tiles, if consumers can spare them.
@@ -209,26 +200,6 @@ INTEGERS = {
     "stages": Allowed(values=STAGES, rule="TMA fills one stage while another is used"),
     "q_stages": Allowed(values=Q_STAGES, rule="while one is worked on, one more is loaded"),
 }
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
-    """Tile and stages to be judged; `q_stages` tiles of queries in shared memory."""
-
-    tile: Tile
-    stages: int
-    q_stages: int
-
-    @property
-    def warpgroups(self) -> int:
-        return self.tile.q // ROWS
-
-    @property
-    def warps(self) -> int:
-        return 4 * (1 + self.warpgroups)
-
-    def __str__(self) -> str:
-        return f"{self.tile.q} x {self.tile.kv}, {self.stages} stages, {self.warps} warps"
 
 
 def cannot_address(
@@ -257,16 +228,6 @@ def cannot_page(page_size: int) -> str | None:
     if page_size % BOX_ROWS:
         return f"pages of {page_size} rows are no boxes of a swizzled tile, which have multiples of {BOX_ROWS} rows"
     return None
-
-
-def padded(head_dim: int) -> int:
-    """Columns of a product: head_dim rounded up to the depth of one wgmma."""
-    return -(-head_dim // DEPTH) * DEPTH
-
-
-def boxed(head_dim: int) -> int:
-    """Columns in shared memory: head_dim rounded up to whole boxes."""
-    return -(-head_dim // BOX) * BOX
 
 
 def nearest_tile(tile: tuple[int, int]) -> tuple[int, int]:
@@ -401,7 +362,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
         parts.append(Part(name="dropout", amount=amount, why="what is kept, random numbers"))
     if asked.judged and asked.mask_divides:
         parts.append(Part(name="divisor", amount=DIVISOR_REGISTERS, why="quotients by a parameter, of the mask"))
-    form = mask_form(c, request)
+    form = masks.form(c, request)
     if isinstance(form, MaskFromBits):
         words = 2 * c.tile.kv // WORD
         parts.append(Part(name="bits", amount=BITS_REGISTERS + words, why=f"{words} words of bits, and their address"))
@@ -466,7 +427,7 @@ def division(c: Candidate, request: KernelRequest) -> tuple[int, int]:
         return request.arch.registers_per_thread, request.arch.registers_per_thread
     fewest = 40 if c.warpgroups == 2 or request.profile.several_runs_read else 32
     producer = JUDGE_REGISTERS if request.profile.judged else fewest
-    if _cuts(c, request):
+    if masks.cuts(c, request):
         fewer = consumer_registers(request.arch, c.warpgroups, PARTS_REGISTERS)
         if total(registers(c, request)) <= fewer:
             return PARTS_REGISTERS, fewer
@@ -490,7 +451,7 @@ def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
         return text
     if request.fixed.tile is not None:
         return None
-    if not request.layout.own and _lighter(c, request):
+    if not request.layout.own and masks.lighter(c, request):
         found = does_not_fit_reason(c, replace(request, layout=Padded()))
         return found and f"{found}, in tiles of sequences with lengths of their own, which add up in the same order"
     return _narrow(c, request) if request.keys.invariant else None
@@ -512,8 +473,6 @@ def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
     short = request.widest <= SHORT_COLUMNS
-    # Other masks spill with code for each kind of tile, and without a score it brings nothing (0.99 to 1.00).
-    apart = request.profile.scored and request.profile.band and _room_for_more_code(c, request)
     ping_pong = short and c.warpgroups > 2
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
@@ -527,10 +486,9 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             warpgroups=c.warpgroups,
             ping_pong=ping_pong,
             score=_score(c, request),
-            mask=_few_at_a_time(c, request) or mask_form(c, request),
-            full_tiles=FullTilesApart() if apart else TilesAlike(),
-            # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
-            highest=HighestAsFloat() if request.dropout else HighestAsInteger(),
+            mask=_few_at_a_time(c, request) or masks.form(c, request),
+            full_tiles=_full_tiles(c, request),
+            highest=_highest(c, request),
             o=_o(c, request),
             scheduler=scheduler(c, request),
             fold=fold(c, request),
@@ -540,6 +498,26 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             rescale=_rescale(c, request),
         ),
     )
+
+
+def _full_tiles(c: Candidate, request: KernelRequest) -> FullTiles:
+    """Whether tiles that the mask hides nothing of have code of their own."""
+    # Other masks spill with code for each kind of tile, and without a score it brings nothing (0.99 to 1.00).
+    if request.profile.scored and request.profile.band and _room_for_more_code(c, request):
+        return FullTilesApart()
+    return MaskedTilesApart() if isinstance(_highest(c, request), HighestBySigns) else TilesAlike()
+
+
+def _highest(c: Candidate, request: KernelRequest) -> Highest:
+    """How the highest score of a row is found."""
+    # Two registers spill beside dropout at head_dim 128 (16 bytes, outside of loops).
+    if request.dropout:
+        return HighestAsFloat()
+    # By signs, with masked tiles apart, 8,192 tokens at head_dim 128 take 0.97 to 0.99 of the time on an H200 without a
+    # mask, causal 0.98 to 0.995, in a window 0.97, of `alibi`, whose scores fall with distance, 0.935; at head_dim 96,
+    # causal, 0.96.  At 64 it is 1.00, at 192 and 256 1.00 to 1.07.
+    by_signs = c.warpgroups > ALONE and padded(request.v_head_dim) in SIGNS_COLUMNS
+    return HighestBySigns() if by_signs else HighestAsInteger()
 
 
 def _rescale(c: Candidate, request: KernelRequest) -> Rescale:
@@ -558,8 +536,8 @@ def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
     # Three warpgroups leave few registers, and so do many columns: in tiles of 192 queries at head_dim 64 `longformer`
     # spilled 28 bytes and `dilated` 128, at head_dim 256 `longformer` 8 and `natten` 196 in place of 120.
     short = c.warpgroups > min(WARPGROUPS) or padded(request.v_head_dim) > WIDE_FOLD
-    runs, form = len(request.profile.facts.visible), mask_form(c, request)
-    tight = short and (runs > 1 or isinstance(form, MaskWithinBounds) or _cuts(c, request))
+    runs, form = len(request.profile.facts.visible), masks.form(c, request)
+    tight = short and (runs > 1 or isinstance(form, MaskWithinBounds) or masks.cuts(c, request))
     # The last tile that a tile of queries sees begins at the same position, where it is as long.  Of a window two
     # warpgroups then visit 9 tiles in step, and half a tile less of one of them cost 3% (head_dim 128, an H200).
     passes = c.tile.q > c.tile.kv
@@ -587,13 +565,8 @@ def runs_anew(c: Candidate, request: KernelRequest) -> bool:
     if not asked.hides:
         return False
     runs = len(asked.facts.visible) + len(asked.facts.hidden)
-    needed = SCHEDULER_REGISTERS + RUN_REGISTERS * runs + PART_REGISTERS * _cuts(c, request)
+    needed = SCHEDULER_REGISTERS + RUN_REGISTERS * runs + PART_REGISTERS * masks.cuts(c, request)
     return needed > division(c, request)[0]
-
-
-def _cuts(c: Candidate, request: KernelRequest) -> bool:
-    """Whether tiles are judged by their parts."""
-    return request.profile.cuts(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv))
 
 
 def _stored(c: Candidate, layout: Layout, keys: Keys = ALL_KEYS) -> bool:
@@ -607,45 +580,11 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
     return OByTma() if _stored(c, request.layout) else OFromRegisters()
 
 
-def mask_form(c: Candidate, request: KernelRequest) -> Mask:
-    """How elements are masked: by many ops a few at a time, a bit each."""
-    asked = request.profile
-    if _uniform(c, request):
-        return MaskByTile()
-    if asked.uniform(Tile(q=request.layout.starts(ROWS), kv=c.tile.kv)):
-        return MaskByWarpgroup()
-    if not request.layout.own and keeps_bits(asked.facts, c.tile, "k"):
-        return MaskFromBits()
-    own_and_lighter = request.layout.own and _lighter(c, request)
-    if asked.judged and asked.word_lookups and not own_and_lighter:
-        return MaskInWords()
-    ops = asked.mask_ops + READ_OPS * asked.mask_reads_by_key + PAIR_READ_OPS * asked.mask_reads_pairs
-    if asked.judged and (ops >= BITS_OPS or own_and_lighter):
-        return MaskAsBits()
-    # By elements of 16 bytes or less, as many as registers hold.
-    item = sum(n.dtype.itemsize for n in asked.lookups)
-    if 0 < item <= LOOKUP_BYTES and asked.judged:
-        return MaskByLookups()
-    # Of `dilated` at head_dim 128 an element takes 1 instruction for 2.5 so.
-    return MaskWithinBounds() if not request.layout.own and asked.bounded(c.tile) else MaskByElement()
-
-
-def _lighter(c: Candidate, request: KernelRequest) -> bool:
-    """Whether a mask takes fewer registers where sequences start at tiles: it is the same there, or read from bits."""
-    asked = request.profile
-    return asked.uniform(Tile(q=ROWS, kv=c.tile.kv)) or keeps_bits(asked.facts, c.tile, "k")
-
-
 def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
     """Bits where a mask reads several elements for each key and leaves next to no register: one spilled there."""
     several = request.profile.judged and request.profile.mask_reads_by_key > 1
     tight = division(c, request)[1] - total(registers(c, request)) < SEVERAL_READ_REGISTERS
-    return MaskAsBits() if several and tight and isinstance(mask_form(c, request), MaskByElement) else None
-
-
-def _uniform(c: Candidate, request: KernelRequest) -> bool:
-    """Whether the mask is the same all over a tile."""
-    return request.profile.uniform(Tile(q=request.layout.starts(c.tile.q), kv=c.tile.kv))
+    return MaskAsBits() if several and tight and isinstance(masks.form(c, request), MaskByElement) else None
 
 
 def scheduler(c: Candidate, request: KernelRequest) -> Scheduler:
@@ -660,7 +599,7 @@ def scheduler(c: Candidate, request: KernelRequest) -> Scheduler:
         return StaticScheduler()
     by_data = request.profile.hides and bool(request.profile.facts.summaries)
     # Tiles that are judged by their parts take longer to count than is waited for.
-    ordered = by_data and not (request.layout.own or _cuts(c, request))
+    ordered = by_data and not (request.layout.own or masks.cuts(c, request))
     return DynamicScheduler(ordered=ordered and request.keys == ALL_KEYS)
 
 

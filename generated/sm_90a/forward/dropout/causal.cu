@@ -920,17 +920,22 @@ struct Consumer {
     for (int r = 0; r < 2; r++) limit[r] = lag_limit(state.sum[r], SHARE, MOST);
   }
 
-  // S becomes P after a look at its maxima.  Lane 0 or 1 releases K, by a bit that depends on the maxima: ptxas moves
-  // the wait for O up to the release, so at least the maxima are found while the product runs.
-  template <int N> DEVICE void softmax(float (&s)[N]) {
+  // S becomes P; the maxima follow its highest scores.  Lane 0 or 1 releases K, by a bit that depends on the maxima:
+  // ptxas moves the wait for O up to the release, so at least the maxima are found while the product runs.
+  template <int N> DEVICE void follow_and_exponentiate(float (&s)[N], const float (&highest)[2]) {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
-    float highest[2];
-    highest_by_floats(s, highest);
     moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
+  }
+
+  // Of the first tile of a schedule.
+  template <int N> DEVICE void softmax(float (&s)[N]) {
+    float highest[2];
+    highest_by_floats(s, highest);
+    follow_and_exponentiate(s, highest);
   }
 
   // The layout of an accumulator is that of an A operand.
@@ -942,13 +947,18 @@ struct Consumer {
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
-  DEVICE void to_probabilities(S& s) {
-    softmax(s);
+  DEVICE void to_probabilities(S& s, const float (&highest)[2]) {
+    follow_and_exponentiate(s, highest);
     drop(s);
     await_pv();
     round(s);
   }
 
+  DEVICE void to_probabilities(S& s) {
+    float highest[2];
+    highest_by_floats(s, highest);
+    to_probabilities(s, highest);
+  }
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
   template <int N> DEVICE bool begin(float (&s)[N], Ring<WORK_STAGES> at) {
     const Step step = shared.step[k_ring.stage()];
