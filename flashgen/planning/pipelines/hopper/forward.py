@@ -127,8 +127,9 @@ FREE_TILE_KV = (128, 112, 96, 80, 64, 48, 32, 16)
 FREE_STAGES = (3, 2)
 
 #: Registers of a consumer's thread beside fragments: softmax, addresses, barriers; two more where there is a mask or a
-#: score; and one more for every so many columns of q and k, whose descriptors are kept.
-OVERHEAD, VARIANT_REGISTERS, DESCRIPTOR_COLUMNS = 19, 2, 12
+#: score; and one more for every so many columns of q and k, whose descriptors are kept, but no less than for a few:
+#: `chunked` at head_dim 16 and 32 beside 64 columns of v spilled 48 bytes, and ptxas serialised its products.
+OVERHEAD, VARIANT_REGISTERS, DESCRIPTOR_COLUMNS, LEAST_COLUMNS = 19, 2, 12, 48
 
 #: Registers that a score function needs beside S; those of a captured element and its address, and of finding them.
 SCORE_REGISTERS, ELEMENT_REGISTERS, CAPTURED_REGISTERS = 4, 2, 8
@@ -347,7 +348,7 @@ def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
             name="overhead",
             amount=OVERHEAD
             + (0 if asked.plain else VARIANT_REGISTERS)
-            + padded(request.head_dim) // DESCRIPTOR_COLUMNS,
+            + max(padded(request.head_dim), LEAST_COLUMNS) // DESCRIPTOR_COLUMNS,
             why="softmax, addresses, loop state, descriptors",
         ),
     ]
