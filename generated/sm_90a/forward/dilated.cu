@@ -337,9 +337,10 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The same, given the highest `bits` of each row of this lane; where they are `negative`, those of the lowest are
-// taken:
-// among negative floats the highest has the lowest bits.
+// The highest of each row over the four lanes that share it, given the highest `bits` of this lane's.  Among floats
+// that
+// are not all negative those are the highest's; among negative ones, looked for where there may be such, the lowest
+// are.
 template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2], bool negative, float (&highest)[2]) {
   if (negative) {
 #pragma unroll
