@@ -365,10 +365,8 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The highest of each row over the four lanes that share it, given the highest `bits` of this lane's.  Among floats
-// that
-// are not all negative those are the highest's; among negative ones, looked for where there may be such, the lowest
-// are.
+// The highest of each row over the four lanes that share it, given the highest `bits` of this lane's: those of the
+// highest float unless all are negative, which is asked where some may be; then that has the lowest bits.
 template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2], bool negative, float (&highest)[2]) {
   if (negative) {
 #pragma unroll
@@ -935,17 +933,12 @@ struct Consumer {
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
-  DEVICE void to_probabilities(S& s, const float (&highest)[2]) {
+  DEVICE void make_probabilities(S& s, const float (&highest)[2]) {
     follow_and_exponentiate(s, highest);
     await_pv();
     round(s);
   }
 
-  DEVICE void to_probabilities(S& s) {
-    float highest[2];
-    highest_to_follow(s, negative, highest);
-    to_probabilities(s, highest);
-  }
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
   template <int N> DEVICE bool begin(float (&s)[N], Ring<WORK_STAGES> at) {
     const Step step = shared.step[k_ring.stage()];
@@ -1020,7 +1013,7 @@ struct Consumer {
           } else {
             highest_to_follow(s, false, highest);
           }
-          to_probabilities(s, highest);
+          make_probabilities(s, highest);
           if (moved) rescale();
           accumulate();
         }

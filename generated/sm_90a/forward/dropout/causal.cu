@@ -947,18 +947,20 @@ struct Consumer {
   }
 
   // S becomes P, and P what the next product takes, when that of the tile before has come.
-  DEVICE void to_probabilities(S& s, const float (&highest)[2]) {
+  DEVICE void make_probabilities(S& s, const float (&highest)[2]) {
     follow_and_exponentiate(s, highest);
     drop(s);
     await_pv();
     round(s);
   }
 
+  // The same, its highest scores being found first.
   DEVICE void to_probabilities(S& s) {
     float highest[2];
     highest_by_floats(s, highest);
-    to_probabilities(s, highest);
+    make_probabilities(s, highest);
   }
+
   // Score, mask and softmax of the first tile of a schedule; true if it is the last too.
   template <int N> DEVICE bool begin(float (&s)[N], Ring<WORK_STAGES> at) {
     const Step step = shared.step[k_ring.stage()];

@@ -343,10 +343,8 @@ template <int N> DEVICE int lowest_bits(const float (&s)[N], int r) {
   return lowest;
 }
 
-// The highest of each row over the four lanes that share it, given the highest `bits` of this lane's.  Among floats
-// that
-// are not all negative those are the highest's; among negative ones, looked for where there may be such, the lowest
-// are.
+// The highest of each row over the four lanes that share it, given the highest `bits` of this lane's: those of the
+// highest float unless all are negative, which is asked where some may be; then that has the lowest bits.
 template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2], bool negative, float (&highest)[2]) {
   if (negative) {
 #pragma unroll
