@@ -26,6 +26,8 @@ def refusal(*arguments):
         (["plan", "causal", "--tile", "64"], ["--tile '64' is not of the form QxKV", "nearest: --tile 128x64"]),
         (["plan", "full", "--arch", "sm_80", "--tile", "100x64"], ["tile 100x64", "multiples of 16", "nearest: 96x64"]),
         (["plan", "causal", "--dtype", "int8"], ["dtype 'int8' is not one of float16, bfloat16", "nearest: "]),
+        (["plan", "causal", "--dtype", "foo"], ["dtype 'foo' is not one of", "nearest: bfloat16"]),
+        (["plan", "causal", "--dtype", "float8"], ["nearest: float8_e4m3fn"]),
         (["plan", "causal", "--dtype", "fp16"], ["nearest: float16"]),
         (["plan", "causal", "--dtype", "bf16"], ["nearest: bfloat16"]),
         (["plan", "causal", "--head-dim", "0"], ["head_dim is 0: it must be positive", "nearest: 16"]),

@@ -475,3 +475,20 @@ def test_a_tiny_model_learns():
         losses.append(loss.item())
     assert np.mean(losses[-5:]) < 0.9 * np.mean(losses[:5])
     assert table.any()
+
+
+rounds = fg.constant("rounds", 2, min=0, max=4)
+weights = fg.tensor("weights", dims=("heads", 4), dtype="float32")
+looping = fg.variant().score(lambda s, b, h, q, k: s + fg.sum(rounds, lambda i: weights[h, i] * fg.float32(k % 4 == i)))
+
+
+@pytest.mark.parametrize("q_len", [5, 0])
+def test_a_tensor_that_a_constant_leaves_out_has_a_gradient_of_zeros(q_len):
+    q, k, v = tensors(q_len=q_len)
+    w = torch.randn(2, 4, requires_grad=True)
+    found = torch.autograd.grad(fg.attention(q, k, v, looping, weights=w, rounds=0).sum(), (q, k, v, w))
+    expected = torch.autograd.grad(fg.attention(q, k, v, load_spec("full")).sum(), (q, k, v))
+    assert all(torch.equal(a, b) for a, b in zip(found[:3], expected, strict=True))
+    assert torch.equal(found[3], torch.zeros(2, 4))
+    (used,) = torch.autograd.grad(fg.attention(q, k, v, looping, weights=w).sum(), w)
+    assert bool(used.any()) == bool(q_len)

@@ -89,7 +89,8 @@ REFUSED = [
     ({"cu_seqlens_q": ints()}, r"cu_seqlens_q is \[0\]"),
     ({"max_seqlen_q": 6}, "sequence 2 of cu_seqlens_q has 7 rows and max_seqlen_q is 6"),
     ({"max_seqlen_k": -1}, "max_seqlen_k is -1"),
-    ({"max_seqlen_q": torch.tensor(7)}, "max_seqlen_q is"),
+    ({"max_seqlen_q": torch.tensor(7)}, "max_seqlen_q is .*\n  nearest: max_seqlen_q=15, that of all rows"),
+    ({"max_seqlen_k": 7.0}, rf"max_seqlen_k is .*\n  nearest: max_seqlen_k={K[-1]}, that of all rows"),
     ({"q_offset": "end"}, "7 queries over 0 keys in sequence 2"),
     ({"q_offset": -3}, "not negative"),
     (

@@ -80,6 +80,9 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     record = calls.backward.get(key)
     if record is None:
         request = request_of(q, k, v, call, calls, of_call)
+        known = with_gradient(request.variant, wanted, (True,) * len(wanted))
+        if len(known) < len(wanted):
+            return _beside_zeros(run_backward(given, call, known), known, call, wanted)
         if request.lacks_rows(q, k):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
@@ -88,6 +91,14 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
         record = _Record(given, request, deterministic, wanted)
         remember(calls.backward, key, record)
     return record(given, call)
+
+
+def _beside_zeros(found: Gradients, known: tuple[str, ...], call: Call, wanted: tuple[str, ...]) -> Gradients:
+    """The same for all that are wanted: a value of a constant may leave a captured tensor out of the score."""
+    by_name = dict(zip(known, found.captured, strict=True))
+    return found._replace(
+        captured=tuple(by_name[name] if name in by_name else torch.zeros_like(call.named[name]) for name in wanted)
+    )
 
 
 def _of_nothing(request: Request, name: str, dlse: torch.Tensor | None) -> torch.Tensor:

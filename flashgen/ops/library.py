@@ -62,7 +62,7 @@ _BACKWARD = (
 #: What torch.func under torch.compile is told.
 TRANSFORMED = (
     "flashgen's attention is compiled for backward() and torch.autograd.grad, and not for transforms of torch.func or"
-    " forward-mode AD\n  nearest: torch.func.grad and torch.func.vjp without torch.compile, or backward() with it"
+    " forward-mode AD\n  nearest: torch.func.grad, vjp and vmap without torch.compile, or backward() with it"
 )
 
 #: What DTensors are told where they are not plain calls.

@@ -141,7 +141,8 @@ def checked(
     _refuse_others(given, layout)
     first, table, cache = given.get(own[2], 0), given.get(own[-1]), None
     if layout.joined:
-        problem = _joined_problem(given, problem, device, rows)
+        of_k = rows[1] * pages if layout.paged else rows[1]
+        problem = _joined_problem(given, problem, device, (rows[0], of_k))
     if layout.paged:
         table = checked_table(table, problem.batch, device)
         cache, most = cache_of(table, pages, rows[1])
@@ -180,11 +181,11 @@ def _refuse_others(given: Mapping[str, Any], layout: Padded | Varlen | Paged) ->
 def _joined_problem(given: Mapping[str, Any], problem: Problem, device: torch.device, rows: tuple[int, int]) -> Problem:
     """The problem of sequences that lie behind each other in the tensors of one."""
     starts, bounds = given[VARLEN[0]], [given.get(name, 0) for name in BOUNDS]
-    for name, bound in zip(BOUNDS, bounds, strict=True):
+    for name, bound, own in zip(BOUNDS, bounds, rows, strict=True):
         if isinstance(bound, bool) or not isinstance(bound, int) or not 0 <= bound < MAX_LENGTH:
             raise LaunchError(
                 f"{_said(name)} is {shown(bound)}: it is a whole number that no sequence is longer than, below 2^24\n"
-                f"  nearest: {_said(name)}={max(rows)}, that of all rows"
+                f"  nearest: {_said(name)}={own}, that of all rows"
             )
     if not isinstance(starts, torch.Tensor) or starts.is_nested or starts.dim() != 1 or starts.numel() == 0:
         if isinstance(starts, torch.Tensor):

@@ -33,7 +33,8 @@ STORED_BYTES = {
 def check_dtype(name: str) -> None:
     """Raise PlanError for what is no dtype of q, k, v and o: "fp16" is nearest to float16."""
     if name not in ITEMSIZE:
-        near = difflib.get_close_matches(name, ITEMSIZE, n=1, cutoff=0.4) or ["bfloat16"]
+        begun = [known for known in ITEMSIZE if known.startswith(name)]
+        near = begun or difflib.get_close_matches(name, ITEMSIZE, n=1, cutoff=0.5) or ["bfloat16"]
         raise PlanError(f"dtype {name!r} is not one of {', '.join(ITEMSIZE)}\n  nearest: {near[0]}")
 
 
