@@ -80,9 +80,10 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     record = calls.backward.get(key)
     if record is None:
         request = request_of(q, k, v, call, calls, of_call)
-        known = with_gradient(request.variant, wanted, (True,) * len(wanted))
-        if len(known) < len(wanted):
-            return _beside_zeros(run_backward(given, call, known), known, call, wanted)
+        if wanted and call.variant.constants:
+            known = with_gradient(request.variant, wanted, (True,) * len(wanted))
+            if len(known) < len(wanted):
+                return _beside_zeros(run_backward(given, call, known), known, call, wanted)
         if request.lacks_rows(q, k):
             dq, dk, dv = (x.zero_() for x in results(q, k, v))
             return Gradients(dq, dk, dv, tuple(_of_nothing(request, name, dlse) for name in wanted))
