@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -57,6 +58,11 @@ class Work:
         source = edit(self.source) if edit else self.source
         arrays = [x.float().numpy() for x in self.qkv]
         return simulate(self.plan, self.case, *arrays, scale=self.scale, source=source, **options)
+
+    def with_members(self, **members: object) -> Work:
+        """The same work by a kernel that has these members of `Specialized`."""
+        plan = dataclasses.replace(self.plan, specialized=dataclasses.replace(self.plan.specialized, **members))
+        return dataclasses.replace(self, plan=plan, source=emit(plan))
 
     def wrong(self, result: Simulated) -> tuple[str, ...]:
         """What breaks the tolerance rule, against float64."""

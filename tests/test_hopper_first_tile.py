@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 
 import numpy as np
 import pytest
 from ptx_attention import replace, work
 
 import flashgen as fg
-from flashgen.codegen import emit
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
@@ -25,8 +23,7 @@ SPECS = ["causal", "sliding_window", "causal_bottom_right", "sink_window", "pref
 
 def whole(w):
     """The same work where all warpgroups multiply by all of every tile."""
-    plan = dataclasses.replace(w.plan, specialized=dataclasses.replace(w.plan.specialized, first=FIRST_TILE_WHOLE))
-    return dataclasses.replace(w, plan=plan, source=emit(plan))
+    return w.with_members(first=FIRST_TILE_WHOLE)
 
 
 def exponentials(result):

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import numpy as np
 import pytest
 from ptx_attention import replace, work
 
-from flashgen.codegen import emit
 from flashgen.interpreter import errors
 from flashgen.lang.load import load_spec
 from flashgen.planning import planner
@@ -92,8 +89,7 @@ def test_whose_queries_come_ahead(spec, layout, ahead):
 
 def ending(w, ends):
     """The same work where tiles of queries end so."""
-    plan = dataclasses.replace(w.plan, specialized=dataclasses.replace(w.plan.specialized, ends=ends))
-    return dataclasses.replace(w, plan=plan, source=emit(plan))
+    return w.with_members(ends=ends)
 
 
 @pytest.mark.sampled("1-causal", "2-full")

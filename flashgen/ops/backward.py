@@ -81,7 +81,7 @@ def run_backward(given: Given, call: Call, wanted: Sequence[str]) -> Gradients:
     if record is None:
         request = request_of(q, k, v, call, calls, of_call)
         if wanted and call.variant.constants:
-            known = with_gradient(request.variant, wanted, (True,) * len(wanted))
+            known = tuple(name for name in differentiable_of(request.variant) if name in wanted)
             if len(known) < len(wanted):
                 return _beside_zeros(run_backward(given, call, known), known, call, wanted)
         if request.lacks_rows(q, k):
