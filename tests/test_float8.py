@@ -22,6 +22,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import planner
 from flashgen.planning.float8 import ACCURACIES, E4M3, E5M2, ERRORS, block_of
 from flashgen.planning.members import (
+    HighestAsInteger,
     Leaves,
     MaskAsBits,
     MaskByLookups,
@@ -258,6 +259,30 @@ def test_few_keys_of_the_first_tile_cost_no_second_look(dim):
     assert w.wrong(w.run(lambda source: lagging(edit(source))))
 
 
+@pytest.mark.sampled("default-{'head_dim': 64}", "exact-{'head_dim': 128}")
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape", [{"head_dim": 64}, {"head_dim": 128}, {"head_dim": 128, "heads": 2, "q_len": 1}], ids=str
+)
+@pytest.mark.parametrize("accuracy", ["exact", "default"])
+def test_maxima_below_zero_are_looked_for(accuracy, shape):
+    """Every score is negative, and tiles that are visited later have higher ones."""
+    w = eight("full", **{"heads": 1, "q_len": 40, "kv_len": 400, **shape}, options={"accuracy": accuracy})
+    q, k = w.qkv[0].values.abs(), w.qkv[1].values.abs() * torch.linspace(0.3, 3, 400)[:, None]
+    below = tuple(quantised(x.float(), torch.float8_e4m3fn) for x in (q, -k))
+    w = dataclasses.replace(w, qkv=(*below, w.qkv[2]))
+    w.descales.update({name: x.descale.numpy() for name, x in zip("qk", below, strict=True)})
+    found = w.run()
+    assert w.wrong(found) == ()
+    always = dataclasses.replace(w.plan.specialized, highest=HighestAsInteger())
+    same = dataclasses.replace(w, plan=dataclasses.replace(w.plan, specialized=always))
+    assert emit(same.plan) != emit(w.plan)
+    expected = same.run()
+    assert np.array_equal(found.o, expected.o) and np.array_equal(found.lse, expected.lse)
+    edit = re.compile(r"negative = __any_sync\(.*\);")
+    assert w.wrong(w.run(lambda source: edit.sub("negative = false;", source)))
+
+
 @pytest.mark.slow
 def test_rows_do_not_depend_on_their_neighbours():
     """A warp looks at the maxima of all its rows where one of them needs it."""
@@ -277,6 +302,10 @@ WRONG = {
     "P that saturates": (replace("OFFSET = 8.f", "OFFSET = 10.f"), {}),
     "the descale of another tensor": (replace("q_descale(work, first", "k_descale(0, 0, 0) + 0 * (first"), {}),
     "O that does not follow its maxima": (replace("if (moved) rescale();", ""), {}),
+    "K and V that are said to have come": (
+        replace("return mbarrier_test_wait(pipe.full", "return true | mbarrier_test_wait(pipe.full"),
+        {"head_dim": 128},
+    ),
     "V that is read before it is turned over": (replace("full(shared.turned_pipe", "full(shared.v_pipe"), {}),
 }
 

@@ -19,6 +19,7 @@ class OneLevel:
     take: ClassVar[str] = "await_scores"  # what a step of a schedule does when S is there
     keys_per_word: ClassVar[int] = 2  # of P, in a register
     awaited_late: ClassVar[bool] = True  # P V of the tile before runs under the softmax
+    members: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +28,8 @@ class TwoLevels:
     8-bit wgmma cuts each addend off at 2^-13 of the largest.
 
     With `ahead` the next scores are on their way while the last partial sums are added; else these come first, for
-    which fewer registers will do, and other warpgroups multiply meanwhile.
+    which fewer registers will do, and other warpgroups multiply meanwhile.  Those who `ask_early` whether K and V of
+    the next products have come do so before the softmax, and need not wait for the answer behind it.
     """
 
     template: ClassVar[str] = "hopper/forward_products_8_bits.cu.j2"
@@ -37,6 +39,13 @@ class TwoLevels:
     awaited_late: ClassVar[bool] = False
     piece: int
     ahead: bool
+    ask_early: bool
+
+    @property
+    def members(self) -> str:
+        """What consumers keep."""
+        known = "  bool k_full = false, v_full = false;  // whether what the next products take is known to have come\n"
+        return known if self.ask_early else ""
 
     @property
     def overlaps(self) -> bool:

@@ -81,16 +81,24 @@ class HighestAsInteger:
     find: ClassVar[str] = find_first
     members: ClassVar[str] = ""
     find_signs: ClassVar[str] = ""
+    nothing_seen: ClassVar[str] = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HighestBySigns:
-    """As integers too, and again where a row's maximum is negative, which is known before S is."""
+    """As integers too, and again where a row's maximum is negative, which is known before S is; `zero` is what a state
+    holds of a maximum of 0."""
 
     find_first: ClassVar[str] = "highest_by_floats(s, highest)"
     find: ClassVar[str] = "highest_to_follow(s, negative, highest)"
     members: ClassVar[str] = "  bool negative = true;  // whether the maximum of a row of this warp is\n"
-    find_signs: ClassVar[str] = "    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < 0.f);\n"
+    nothing_seen: ClassVar[str] = "    negative = true;\n"
+    zero: str
+
+    @property
+    def find_signs(self) -> str:
+        """Of the maxima so far."""
+        return f"    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < {self.zero});\n"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,6 +109,7 @@ class HighestAsFloat:
     find: ClassVar[str] = find_first
     members: ClassVar[str] = ""
     find_signs: ClassVar[str] = ""
+    nothing_seen: ClassVar[str] = ""
 
 
 Highest = HighestAsInteger | HighestBySigns | HighestAsFloat

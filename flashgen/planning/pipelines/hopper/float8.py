@@ -21,6 +21,7 @@ from flashgen.planning.members import (
     Highest,
     HighestAsFloat,
     HighestAsInteger,
+    HighestBySigns,
     Keys,
     LaggingPByBits,
     Mask,
@@ -329,8 +330,9 @@ def _most_keys(c: Candidate, request: KernelRequest) -> int:
 def _highest(c: Candidate, request: KernelRequest) -> Highest:
     """How the highest score of a row is found: by floats where P V comes in pieces beside many keys, found by compiling
     (1,800 to 2,000 bytes of spills by integers)."""
-    pieces = request.v_head_dim > PIECE and c.tile.kv > NARROW_KEYS
-    return HighestAsFloat() if pieces else HighestAsInteger()
+    if request.v_head_dim > PIECE and c.tile.kv > NARROW_KEYS:
+        return HighestAsFloat()
+    return HighestAsInteger() if _p(request).lags else HighestBySigns(zero="-OFFSET")
 
 
 def does_not_fit_reason(c: Candidate, request: KernelRequest) -> str | None:
@@ -383,7 +385,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             highest=_highest(c, request),
             o=OInPartsOfTurnedV() if request.keys.split else OOfTurnedV(),
             scheduler=forward.scheduler(c, request),
-            products=TwoLevels(piece=piece(request), ahead=ahead),
+            products=TwoLevels(piece=piece(request), ahead=ahead, ask_early=ahead and not _p(request).lags),
             p=_p(request),
             v=VTurnedOver(),
             sender=sender,

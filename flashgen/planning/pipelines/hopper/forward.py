@@ -518,7 +518,7 @@ def _highest(c: Candidate, request: KernelRequest) -> Highest:
     # mask, causal 0.98 to 0.995, in a window 0.97, of `alibi`, whose scores fall with distance, 0.935; at head_dim 96,
     # causal, 0.98.  At 64 it is 1.00, at 192 and 256 1.00 to 1.07.
     by_signs = c.warpgroups > ALONE and padded(request.v_head_dim) in SIGNS_COLUMNS
-    return HighestBySigns() if by_signs else HighestAsInteger()
+    return HighestBySigns(zero="0.f") if by_signs else HighestAsInteger()
 
 
 def _rescale(c: Candidate, request: KernelRequest) -> Rescale:

@@ -54,6 +54,14 @@ DEVICE bool mbarrier_try_wait(u64& barrier, u32 parity) {
   return done;
 }
 
+// The same without waiting.
+DEVICE bool mbarrier_test_wait(u64& barrier, u32 parity) {
+  u32 done;
+  asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+               : "=r"(done) : "r"(shared_address(&barrier)), "r"(parity) : "memory");
+  return done;
+}
+
 DEVICE void mbarrier_wait(u64& barrier, u32 parity) {
   while (!mbarrier_try_wait(barrier, parity)) {}
 }
@@ -307,6 +315,11 @@ template <int STAGES> DEVICE void await_full(Pipe<STAGES>& pipe, const Ring<STAG
   mbarrier_wait(pipe.full[at.stage()], at.parity());
 }
 
+// Asked ahead of a wait, which then takes no time.
+template <int STAGES> DEVICE bool is_full(Pipe<STAGES>& pipe, const Ring<STAGES>& at) {
+  return mbarrier_test_wait(pipe.full[at.stage()], at.parity());
+}
+
 // The first round passes: the phase before the first counts as ended.
 template <int STAGES> DEVICE void await_empty(Pipe<STAGES>& pipe, const Ring<STAGES>& at) {
   mbarrier_wait(pipe.empty[at.stage()], at.parity() ^ 1);
@@ -354,11 +367,11 @@ template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2]
   for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
 }
 
-// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
-// (VIMNMX3); of floats it takes two (FMNMX).  A lane's scores of a row are seldom all negative.
-template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
+// The same for maxima of which none is below 0 unless some are `negative`: of scores that are all below it no maximum
+// follows any, and one of them is as good as another.  No vote stands between S and its exponentials then.
+template <int N> DEVICE void highest_to_follow(const float (&s)[N], bool negative, float (&highest)[2]) {
   int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
-  highest_of_bits(s, bits, __any_sync(~0u, min(bits[0], bits[1]) < 0), highest);
+  highest_of_bits(s, bits, negative, highest);
 }
 
 // The maxima follow the highest of scale * S in any case: its P is 2^offset.  True if one of this lane's rows did.
@@ -739,6 +752,8 @@ struct Consumer {
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima that O and the sums still have, and what a tile adds to the sums
+  bool negative = true;  // whether the maximum of a row of this warp is
+  bool k_full = false, v_full = false;  // whether what the next products take is known to have come
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -770,6 +785,7 @@ struct Consumer {
   DEVICE void find_scale() {
     const float descale = shared.q_descale[q_ring.stage()][warpgroup] * shared.k_descale[k_ring.stage()];
     scale = fmaxf(p.scale * descale * LOG2E, SMALLEST);  // scale 0 times a masked -inf stays -inf
+    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < -OFFSET);
   }
 
   // S = Q K^T, on its way
@@ -817,7 +833,7 @@ struct Consumer {
 
   // P V, on its way: but for its last piece it has joined O.
   DEVICE void issue_pv() {
-    await_full(shared.turned_pipe, v_ring);
+    if (!v_full) await_full(shared.turned_pipe, v_ring);
     v_descale = shared.turned_descale[v_ring.stage()];
     pin_fragments(probabilities);
 #pragma unroll
@@ -842,9 +858,15 @@ struct Consumer {
   // O of the tile before, and S of this K tile behind it, on its way while the last partial sums join O.
   DEVICE void issue_products(S& s) {
     issue_pv();
-    await_full(shared.k_pipe, k_ring);
+    if (!k_full) await_full(shared.k_pipe, k_ring);
     issue_qk(s);
     await_pv<1>();
+  }
+
+  // Whether V of the tile in hand and the next K have come, asked before the softmax: an answer takes 45 clocks.
+  DEVICE void ask() {
+    v_full = is_full(shared.turned_pipe, v_ring);
+    k_full = is_full(shared.k_pipe, k_ring);
   }
 
   DEVICE void await_scores(S& s) {
@@ -858,6 +880,7 @@ struct Consumer {
     release(shared.k_pipe, k_ring);
     k_ring.passed++;
     pin(s);
+    ask();
   }
 
   // The query and the key of element i of S.
@@ -908,7 +931,7 @@ struct Consumer {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
     float highest[2];
-    highest_by_integers(s, highest);
+    highest_to_follow(s, negative, highest);
     moved = __ballot_sync(~0u, follow_exactly(state.row_max, highest, scale, OFFSET));
   }
 
@@ -916,6 +939,8 @@ struct Consumer {
   DEVICE void softmax(S& s) {
     release(shared.k_pipe, k_ring);
     k_ring.passed++;
+    ask();
+    negative = true;
     look(s);
   }
 

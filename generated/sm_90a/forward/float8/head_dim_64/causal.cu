@@ -349,11 +349,11 @@ template <int N> DEVICE void highest_of_bits(const float (&s)[N], int (&bits)[2]
   for (int r = 0; r < 2; r++) highest[r] = quad_max(__int_as_float(bits[r]));
 }
 
-// The highest of each row over the four lanes that share it, by integers, of which an instruction takes three
-// (VIMNMX3); of floats it takes two (FMNMX).  A lane's scores of a row are seldom all negative.
-template <int N> DEVICE void highest_by_integers(const float (&s)[N], float (&highest)[2]) {
+// The same for maxima of which none is below 0 unless some are `negative`: of scores that are all below it no maximum
+// follows any, and one of them is as good as another.  No vote stands between S and its exponentials then.
+template <int N> DEVICE void highest_to_follow(const float (&s)[N], bool negative, float (&highest)[2]) {
   int bits[2] = {highest_bits(s, 0), highest_bits(s, 1)};
-  highest_of_bits(s, bits, __any_sync(~0u, min(bits[0], bits[1]) < 0), highest);
+  highest_of_bits(s, bits, negative, highest);
 }
 
 // The maxima follow the highest of scale * S in any case: its P is 2^offset.  True if one of this lane's rows did.
@@ -734,6 +734,7 @@ struct Consumer {
   float o[V_COLUMNS / 2] = {};
   RowState state = {};
   float before[2] = {}, added[2] = {};  // the maxima that O and the sums still have, and what a tile adds to the sums
+  bool negative = true;  // whether the maximum of a row of this warp is
   u32 moved = 0;  // lanes whose maxima are not those of O any more
 
   // Read where it is used: registers are for fragments.
@@ -765,6 +766,7 @@ struct Consumer {
   DEVICE void find_scale() {
     const float descale = shared.q_descale[q_ring.stage()][warpgroup] * shared.k_descale[k_ring.stage()];
     scale = fmaxf(p.scale * descale * LOG2E, SMALLEST);  // scale 0 times a masked -inf stays -inf
+    negative = __any_sync(~0u, fminf(state.row_max[0], state.row_max[1]) < -OFFSET);
   }
 
   // S = Q K^T, on its way
@@ -884,7 +886,7 @@ struct Consumer {
     before[0] = state.row_max[0];
     before[1] = state.row_max[1];
     float highest[2];
-    highest_by_integers(s, highest);
+    highest_to_follow(s, negative, highest);
     moved = __ballot_sync(~0u, follow_exactly(state.row_max, highest, scale, OFFSET));
   }
 
