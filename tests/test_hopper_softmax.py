@@ -94,16 +94,44 @@ def test_the_first_look_alone_would_be_wrong():
     assert not np.array_equal(out.reshape(8, 4, 2)[:, 0], rows.max(axis=(1, 2, 4)))
 
 
+FOLLOW = """
+extern "C" __global__ void k(const float* highest, float* out) {
+  RowState state = nothing_seen();
+  for (int i = 0; i < 2; i++) {
+    const float both[2] = {highest[threadIdx.x], highest[threadIdx.x] + i};
+    follow_beyond(state.row_max, both, 2.f, 6.f, 8.f, 8.5f);
+    out[(threadIdx.x * 2 + i) * 2] = state.row_max[0];
+    out[(threadIdx.x * 2 + i) * 2 + 1] = state.row_max[1];
+  }
+}
+"""
+
+
+def test_the_first_keys_of_a_row_leave_headroom_whenever_they_come():
+    """P of the highest score is 2^6 then: one that is four times as high stays below 2^8.5."""
+    highest, out = np.linspace(-5, 5, 32).astype(np.float32), np.full(128, np.nan, np.float32)
+    launch(
+        device.used_by("DEVICE u32 u64 " + FOLLOW) + "\n\n" + FOLLOW, {"highest": highest, "out": out}, arch="sm_90a"
+    )
+    first, second = out.reshape(32, 2, 2).transpose(1, 0, 2)
+    np.testing.assert_allclose(first, np.stack([2 * highest - 6] * 2, 1), rtol=1e-6)
+    np.testing.assert_array_equal(second, first)
+
+
 #: Two tiles of queries by three of keys.
 SHAPE = {"q_len": 200, "kv_len": 300, "head_dim": 128, "heads": 1, "kv_heads": 1, "tile": (128, 128)}
+
+#: Wide enough for tiles of which the mask hides nothing.
+SHAPES, PARAMS = {"sliding_window": {"q_len": 384, "kv_len": 384}}, {"sliding_window": {"window": 280}}
 
 
 def falling(spec, **shape):
     """Every score is negative, and the first tiles that are visited, which are the last, have the lowest."""
-    w = work(spec, "hopper", **{**SHAPE, **shape})
+    w = work(spec, "hopper", **{**SHAPE, **SHAPES.get(spec, {}), **shape})
+    case = dataclasses.replace(w.case, params={**w.case.params, **PARAMS.get(spec, {})})
     q, k, v = w.qkv
     growth = torch.linspace(1, 30, k.shape[2], dtype=torch.float64)[:, None]
-    return dataclasses.replace(w, qkv=(q.abs(), (-k.double().abs() * growth).to(k.dtype), v))
+    return dataclasses.replace(w, case=case, qkv=(q.abs(), (-k.double().abs() * growth).to(k.dtype), v))
 
 
 def run(w, edit=None):

@@ -31,6 +31,20 @@ def wide(x):
     return [dequantised(*pair, torch.float64) for pair in zip((x.q, x.k, x.v), x.descales.values(), strict=True)]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_autocast_casts_queries_beside_8_bit_keys_alone(dtype):
+    q, k, v = drawn(q_len=9, kv_len=20)
+    x = fg.quantize(q, k, v)
+    of_keys = {"k_descale": x.k_descale, "v_descale": x.v_descale}
+    want = fg.attention(q.half(), x.k, x.v, CAUSAL, **of_keys)
+    for call in (fg.attention, torch.compile(fg.attention, backend="eager")):
+        with torch.autocast("cpu", torch.float16):
+            assert torch.equal(call(q.to(dtype), x.k, x.v, CAUSAL, **of_keys), want)
+            assert call(x.q, x.k, x.v, CAUSAL, **x.descales).dtype == torch.bfloat16
+    with pytest.raises(FlashgenError, match=r"q is float32, .*\n  nearest: q.bfloat16"):
+        fg.attention(q.float(), x.k, x.v, CAUSAL, **of_keys)
+
+
 # ---------------------------------------------------------------- what quantize() makes
 @pytest.mark.parametrize("block", [None, 128, 256])
 @pytest.mark.parametrize(("hadamard", "smooth_k"), [(False, False), (True, True)])

@@ -8,6 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flashgen.errors import LaunchError
+from flashgen.lang.load import load_spec
+from flashgen.ops.attention import attention_varlen
 from flashgen.ops.merge import merge
 
 
@@ -28,6 +30,20 @@ def test_two_parts_make_the_whole(seed, split, density):
     wanted_o, wanted_lse = attend(q, k, v, keep)
     torch.testing.assert_close(o, wanted_o, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(lse, wanted_lse, rtol=1e-12, atol=1e-12)
+
+
+def test_sequences_behind_each_other():
+    """Two calls of `attention_varlen`, over the first keys of each sequence and over the others."""
+    q, k, v = (torch.randn(n, 2, d, dtype=torch.float64) for n, d in ((7, 16), (14, 16), (14, 32)))
+    full, of_q, of_k = load_spec("full"), torch.tensor([0, 3, 7]), torch.tensor([0, 5, 14])
+    parts = []
+    for rows in ([0, 1, *range(5, 9)], [2, 3, 4, *range(9, 14)]):
+        keys = torch.tensor([0, sum(row < 5 for row in rows), len(rows)], dtype=torch.int32)
+        bounds = {"max_seqlen_q": 4, "max_seqlen_k": 6}
+        parts += attention_varlen(q, k[rows], v[rows], full, of_q.int(), keys, **bounds, return_lse=True)
+    wanted = attention_varlen(q, k, v, full, of_q.int(), of_k.int(), max_seqlen_q=4, max_seqlen_k=9, return_lse=True)
+    for mine, other in zip(merge(*parts), wanted, strict=True):
+        torch.testing.assert_close(mine, other)
 
 
 def test_rows_that_attend_to_nothing():
@@ -97,7 +113,8 @@ def test_what_does_not_belong_together():
             (o.int(), lse, o.int(), lse),
             r"o1 and o2 are int32 .*: outputs of attention are float16.*\n  nearest: o1.float",
         ),
-        ((o[0], lse[0], o[0], lse[0]), r"both are \[batch, heads, q_len, v_head_dim\]"),
+        ((o[0, 0], lse[0, 0], o[0, 0], lse[0, 0]), r"both are \[batch, heads, q_len, v_head_dim\], or \[total_q"),
+        ((o[0], lse[0], o[0], lse[0]), r"lse1 .* it is \[heads, total_q\] in float32, as attention_varlen"),
         ((o, lse.int(), o, lse), r"lse1 is int32"),
         ((o, lse, None, lse), r"o2 is a NoneType, not a tensor"),
         ((strided, lse, strided, lse), r"o1 is nested with layout torch.strided: .*\n  nearest: layout=torch.jagged"),

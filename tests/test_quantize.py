@@ -195,6 +195,46 @@ def test_zeros_and_no_rows():
     assert empty.q.shape == (2, 4, 0, 64) and empty.q_descale.shape == (2, 4, 0)
 
 
+def test_a_sink_beside_smooth_keys_joins_behind_the_corrected_lse():
+    q, k, v = inputs(60)
+    k, sink, full = k + 2 * drawn(1, 2, 1, 64, seed=7), torch.tensor([2.0, 3.0, 4.0, 1.0]), load_spec("full")
+    x = flashgen.quantize(q, k, v, smooth_k=True)
+    o, lse = flashgen.attention(x.q, x.k, x.v, full, return_lse=True, accuracy="exact", **x.descales)
+    o = o.double() * torch.sigmoid(x.corrected_lse(lse, q) - sink[:, None]).unsqueeze(-1)
+    right = flashgen.attention(*(y.double() for y in (q, k, v)), full, sink=sink)
+    plain = flashgen.quantize(q, k, v)
+    beside = flashgen.attention(plain.q, plain.k, plain.v, full, sink=sink, accuracy="exact", **plain.descales)
+    assert float((o - right).norm()) < float((beside.double() - right).norm()) < 0.15 * float(right.norm())
+
+
+@pytest.mark.parametrize(
+    ("lse", "of_q", "scale", "says"),
+    [
+        ((2, 4, 20), lambda q, x: q[:, :, :9], None, r"lse is \[2, 4, 20\] beside q \[2, 4, 9, 64\]"),
+        ((4, 20), lambda q, x: q[0], None, r"q is \[4, 20, 64\], and \[2, 4, 20, 64\] was quantised\n  nearest: q as"),
+        ((2, 2, 20), lambda q, x: q[:, :2], None, r"q is \[2, 2, 20, 64\], and \[2, 4, 20, 64\] was quantised"),
+        ((2, 4, 20), lambda q, x: x.q, None, "q is float8_e4m3fn: .*\n  nearest: q as quantize got it"),
+        ((2, 4, 20), lambda q, x: None, None, "corrected_lse: q is a NoneType"),
+        ((2, 4, 20), lambda q, x: q, "a", "corrected_lse: scale is a str and must be a number"),
+    ],
+)
+@pytest.mark.parametrize("smooth", [False, True])
+def test_lse_and_queries_that_do_not_belong_together(smooth, lse, of_q, scale, says):
+    q, k, v = inputs(20)
+    x = flashgen.quantize(q, k, v, smooth_k=smooth)
+    with pytest.raises(LaunchError, match=says):
+        x.corrected_lse(torch.zeros(lse), of_q(q, x), scale)
+
+
+def test_lse_of_some_rows_and_of_no_heads():
+    q, k, v = inputs(20)
+    x = flashgen.quantize(q, k, v, smooth_k=True)
+    lse = torch.zeros(2, 4, 20)
+    assert torch.equal(x.corrected_lse(lse[..., 5:], q[:, :, 5:]), x.corrected_lse(lse, q)[..., 5:])
+    none = flashgen.quantize(q[:, :0], k[:, :0], v[:, :0], smooth_k=True)
+    assert none.corrected_lse(lse[:, :0], q[:, :0]).shape == (2, 0, 20)
+
+
 @pytest.mark.parametrize("block", [None, 128])
 def test_no_keys_and_no_sequences(block):
     """Descales are there for attention, and no mean of nothing spoils an lse."""
@@ -227,6 +267,8 @@ def test_whole_numbers_of_any_type():
         ({}, {"block": True}, LaunchError, "block is True: it is an int"),
         ({}, {"seed": -1}, LaunchError, "nearest: seed=0"),
         ({}, {"hadamard": 1}, LaunchError, "hadamard is 1: it is True or False"),
+        ({}, {"hadamard": None}, LaunchError, "hadamard is None: it is True or False"),
+        ({}, {"hadamard": False, "seed": 5}, LaunchError, "seed is 5 and hadamard False.*\n  nearest: no seed"),
         ({}, {"smooth_k": torch.zeros(3)}, LaunchError, "nearest: smooth_k=True"),
         ({"q": torch.float32}, {}, LaunchError, "q is float32.*\n  nearest: q.bfloat16"),
         ({"head_dim": 72}, {}, PlanError, "head_dim 72 cannot be quantised.*\n  nearest: head_dim (64|80)"),

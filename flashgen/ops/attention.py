@@ -393,6 +393,8 @@ def _eight_bits(
     if dropout != 0:
         raise LaunchError(float8.WITH_DROPOUT)
     drawn(dropout, seed, q)  # refuses a seed that is none
+    if q.dtype not in float8.DTYPES and any_autocast():
+        (q,) = autocast(q)
     return run(q, k, v, Call(with_given_sink(variant, named), call.scale, named), return_lse)
 
 

@@ -67,9 +67,11 @@ def check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     if {k.dtype, v.dtype} <= DTYPES.keys() and (q.dtype in DTYPES or q.dtype in _OUT):
         return
     kinds = ", ".join(f"{name} is {_name(x.dtype)}" for name, x in (("q", q), ("k", k), ("v", v)))
+    cure = f"k and v in {E4M3} or {E5M2} with descales, q in one of {', '.join((E4M3, *OUT_DTYPES))}"
+    if {k.dtype, v.dtype} <= DTYPES.keys():
+        cure = "q.bfloat16()"
     raise LaunchError(
-        f"{kinds}: keys and values have 8 bits together, beside queries of 8 bits or of 16\n"
-        f"  nearest: k and v in {E4M3} or {E5M2} with descales, q in one of {', '.join((E4M3, *OUT_DTYPES))}"
+        f"{kinds}: keys and values have 8 bits together, beside queries of 8 bits or of 16\n  nearest: {cure}"
     )
 
 
@@ -289,9 +291,10 @@ def _check_descale(
         )
     if whole[2] == 0 < rows:
         raise LaunchError(f"{name} is {list(shape)}: it has no block\n  nearest: {name} of [1]")
-    if read and not bool((given > 0).all() & given.isfinite().all()):
+    if read and bool((wrong := ~((given > 0) & given.isfinite())).any()):
+        at = tuple(wrong.nonzero()[0].tolist())
         raise LaunchError(
-            f"{name} holds {shown(float(given.min()))}: descales are positive and finite\n"
+            f"{name} holds {shown(float(given[at]))} at {list(at)}: descales are positive and finite\n"
             f"  nearest: 1 where all elements of a block are 0"
         )
 

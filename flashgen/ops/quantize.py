@@ -51,6 +51,7 @@ def quantize(
     (96 = 64 + 32).  Keys that join a cache later need the same seed; unless given it is 0.  With `smooth_k` keys lose
     their mean over kv_len, or that which is given ([batch, kv_heads, head_dim], the `k_mean` of an earlier call): o
     does not change where the score is scale * (q . k) plus what does not depend on it, and `corrected_lse` gives lse.
+    A sink does not move with the scores: call without it, then multiply o by sigmoid(corrected lse - sink).
 
     With `cos` and `sin` q and k are turned first, in float32, as a rotary embedding turns them: column c with column
     c + head_dim / 2 (`rotate_half`), or `interleaved` columns 2 c and 2 c + 1.  They are [seqlen, head_dim / 2], or
@@ -109,8 +110,12 @@ def _nested(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> 
 
 
 def _check_options(block: object, hadamard: object, seed: object) -> None:
-    for option, value, kinds in (("hadamard", hadamard, bool), ("seed", seed, int), ("block", block, int)):
-        if value is not None and (not isinstance(value, kinds) or (kinds is int and isinstance(value, bool))):
-            raise LaunchError(f"{option} is {shown(value)}: it is {'True or False' if kinds is bool else 'an int'}")
+    if not isinstance(hadamard, bool):
+        raise LaunchError(f"hadamard is {shown(hadamard)}: it is True or False")
+    for option, value in (("seed", seed), ("block", block)):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool)):
+            raise LaunchError(f"{option} is {shown(value)}: it is an int")
     if isinstance(seed, int) and seed < 0:
         raise LaunchError(f"seed is {seed}: it is a number from 0 on\n  nearest: seed=0")
+    if seed is not None and not hadamard:
+        raise LaunchError(f"seed is {seed} and hadamard False: it draws the signs of a rotation\n  nearest: no seed")

@@ -20,6 +20,7 @@ from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import Sequences
 from flashgen.ops.tracing import IN_JIT_TRACE
+from flashgen.ops.values import no_number, no_tensor
 from flashgen.planning import quantize as planning
 from flashgen.planning.arch import of_device
 from flashgen.planning.layout import DENSE, Dense, Padded, Varlen
@@ -71,10 +72,11 @@ class Quantized:
 
     def corrected_lse(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """lse [batch, heads, q_len], as attention gave it, as it is without the subtracted mean: more by
-        scale * q . k_mean of the q that was quantised, as it was given.  o needs no correction.  For scores that are
-        scale * (q . k) plus what does not depend on it.
+        scale * q . k_mean of the q that was quantised, or of some of its rows, as it was given.  o needs no correction
+        without a sink.  For scores that are scale * (q . k) plus what does not depend on it.  Raises LaunchError.
         """
-        if self.k_mean is None:
+        self._check_corrected(lse, q, scale)
+        if self.k_mean is None or self.k_mean.shape[1] == 0:
             return lse
         scale = q.shape[-1] ** -0.5 if scale is None else scale
         given = self.k_mean, self.sequences, self.rope, scale
@@ -85,6 +87,39 @@ class Quantized:
         if q.dim() == 3:
             return own_rows.with_mean(lse[None], own_rows.in_heads("q", q), *given).squeeze(0)
         return own_rows.with_mean(lse, q, *given)
+
+    def _check_corrected(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None) -> None:
+        for name, x in (("lse", lse), ("q", q)):
+            if not isinstance(x, torch.Tensor):
+                raise LaunchError(f"corrected_lse: {no_tensor(name, x)}")
+        if scale is not None and (wrong := no_number("scale", scale)):
+            raise LaunchError(f"corrected_lse: {wrong}")
+        if q.dtype not in _DTYPES:
+            said = f"corrected_lse: q is {str(q.dtype).removeprefix('torch.')}"
+            raise LaunchError(
+                f"{said}: it is the bfloat16 or float16 that was quantised\n  nearest: q as quantize got it"
+            )
+        if nested.is_jagged(q) or nested.is_jagged(lse) or nested.is_jagged(self.q):
+            return  # their rows come again by themselves
+        rows = -2 if q.dim() == 4 else None  # of queries, some of which may be left out
+        if _without(q.shape, rows) != _without(self.q.shape, rows):
+            raise LaunchError(
+                f"corrected_lse: q is {list(q.shape)}, and {list(self.q.shape)} was quantised\n"
+                "  nearest: q as quantize got it"
+            )
+        wanted = q.shape[1::-1] if q.dim() == 3 else q.shape[:-1]
+        if lse.shape != wanted:
+            raise LaunchError(
+                f"corrected_lse: lse is {list(lse.shape)} beside q {list(q.shape)}, of which attention gives"
+                f" {list(wanted)}\n  nearest: lse and q of the same rows"
+            )
+
+
+def _without(shape: tuple[int, ...], dim: int | None) -> list[int]:
+    sizes = list(shape)
+    if dim is not None:
+        del sizes[dim]
+    return sizes
 
 
 class Asked(NamedTuple):

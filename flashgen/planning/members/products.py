@@ -8,6 +8,9 @@ from typing import ClassVar
 # ---------------------------------------------------------------------------------------------------------------------
 # How P V is added up
 
+#: Pieces that are, at least and at most: those of 208 to 240 columns of v.
+TIED = (104, 120)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OneLevel:
@@ -48,6 +51,12 @@ class TwoLevels:
         return known if self.ask_early else ""
 
     @property
+    def tied(self) -> bool:
+        """Whether a piece is told to take the registers of the one before: of 104 to 120 columns ptxas gives each its
+        own, and spills 8 to 48 bytes."""
+        return TIED[0] <= self.piece <= TIED[1]
+
+    @property
     def overlaps(self) -> bool:
         """Whether scores are on their way while P V is."""
         return self.ahead
@@ -67,13 +76,26 @@ class VAsStored:
     """Rows of keys, as TMA loads them: 16-bit wgmma takes either order."""
 
     turned: ClassVar[bool] = False
+    beside_k: ClassVar[bool] = False
+    order: ClassVar[str] = (
+        "K one tile ahead of V: the order in which the consumers use them."  # in which both are loaded
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class VTurnedOver:
-    """Rows of columns, which warps of the producers make of V as stored: 8-bit wgmma takes no other order."""
+    """Rows of columns, which warps of the producers make of V as stored: 8-bit wgmma takes no other order.
+
+    `beside_k` it is loaded behind its own K, a tile earlier than others: turning it over takes most of a step.
+    """
 
     turned: ClassVar[bool] = True
+    beside_k: bool
+
+    @property
+    def order(self) -> str:
+        """In which it and K are loaded."""
+        return "V behind its own K: to turn it over takes most of a step." if self.beside_k else VAsStored.order
 
 
 #: What 16 bits have.

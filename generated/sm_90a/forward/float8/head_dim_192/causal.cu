@@ -571,7 +571,7 @@ struct Loader {
 
   Work of = {};  // the tile of queries whose keys are loaded
   int kv_head = 0;
-  int before = -1;  // the tile of K before, whose V is to follow; -1: there was none
+  bool first = true;  // no K of it was loaded
 
   // What follows is of this tile of queries, or nothing does.
   DEVICE void load(const Work& work) {
@@ -580,19 +580,16 @@ struct Loader {
     kv_head = work.h / (p.heads / p.kv_heads);
   }
 
-  // K one tile ahead of V: the order in which the consumers use them.
+  // V behind its own K: to turn it over takes most of a step.
   DEVICE void load_step(const Step& step) {
     const float descale = k_descale(step.tile, kv_head, of.b);
     await_empty(shared.k_pipe, k_ring);
     shared.k_descale[k_ring.stage()] = descale;
     shared.step[k_ring.stage()] = step;
     copy_k(shared.k_pipe.full[k_ring.stage()], step.tile, kv_head, of.b);
-    if (before < 0) load_q(of);
-    else load_v(before, kv_head, of.b);
-    before = step.tile;
-    if (!step.last) return;
     load_v(step.tile, kv_head, of.b);
-    before = -1;
+    if (first) load_q(of);  // last: nothing is kept through it
+    first = step.last;
   }
 
 };
