@@ -93,6 +93,11 @@ class VTurnedOver:
     beside_k: bool
 
     @property
+    def follows(self) -> str:
+        """The template of how it follows K where who schedules loads."""
+        return f"hopper/forward_v_{'beside' if self.beside_k else 'behind_next'}_k.cu.j2"
+
+    @property
     def order(self) -> str:
         """In which it and K are loaded."""
         return "V behind its own K: to turn it over takes most of a step." if self.beside_k else VAsStored.order
