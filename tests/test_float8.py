@@ -442,9 +442,9 @@ def test_v_that_is_late_is_loaded_beside_its_k(head_dim, accuracy, beside):
 @pytest.mark.sampled("causal-fast")
 @pytest.mark.slow
 @pytest.mark.parametrize("accuracy", ["fast", "default"])
-@pytest.mark.parametrize("spec", ["full", "causal", "tree"])
+@pytest.mark.parametrize("spec", ["full", "causal", "document"])
 def test_one_block_loads_for_several_tiles_of_queries(spec, accuracy):
-    """V beside its K, with rings that go round: `tree` has a warp that loads and another that schedules."""
+    """V beside its K, with rings that go round: `document` has a warp that loads and another that schedules."""
     shape = {"heads": 1, "kv_heads": 1, "q_len": 300, "kv_len": 300, "head_dim": 256}
     w = eight(spec, options={"accuracy": accuracy}, **shape)
     assert w.plan.specialized.v.beside_k

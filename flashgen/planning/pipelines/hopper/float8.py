@@ -394,7 +394,7 @@ def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
             scheduler=forward.scheduler(c, request),
             products=TwoLevels(piece=piece(request), ahead=ahead, ask_early=ahead and _asks_early(c, request)),
             p=_p(request),
-            v=VTurnedOver(beside_k=_beside_k(request)),
+            v=VTurnedOver(beside_k=_beside_k(c, request)),
             sender=sender,
             runs_anew=(sender.loads or request.profile.judged) and _missing(c, request) > 0,
         ),
@@ -411,12 +411,13 @@ def _asks_early(c: Candidate, request: KernelRequest) -> bool:
     return not _p(request).lags
 
 
-def _beside_k(request: KernelRequest) -> bool:
+def _beside_k(c: Candidate, request: KernelRequest) -> bool:
     """Whether V is loaded behind its own K."""
     # One tile later products of head_dim 256, which has two stages, wait for it during 287 of 3,255 clocks a step.
     # Beside K 8,192 tokens on an H200 are 1.07 times as fast where P is made by bits, 1.01 where half of it is, 0.98
-    # where none is: exponentials leave time to turn it over.  At 128, with four stages, it is 1.00.
-    return request.v_head_dim > PIECE and _p(request).sums_late
+    # where none is: exponentials leave time to turn it over.  At 128, with four stages, it is 1.00.  One warpgroup, for
+    # decoding, waits for memory: K goes ahead.
+    return c.warpgroups > ALONE and request.v_head_dim > PIECE and _p(request).sums_late
 
 
 def _sender(c: Candidate, request: KernelRequest) -> Sender:
