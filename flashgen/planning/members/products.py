@@ -77,9 +77,8 @@ class VAsStored:
 
     turned: ClassVar[bool] = False
     beside_k: ClassVar[bool] = False
-    order: ClassVar[str] = (
-        "K one tile ahead of V: the order in which the consumers use them."  # in which both are loaded
-    )
+    #: In which both are loaded.
+    order: ClassVar[str] = "K one tile ahead of V: the order in which the consumers use them."
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
