@@ -284,10 +284,10 @@ def _check_descale(
     if not fits or len(whole) > 3:
         raise LaunchError(f"{name} is {list(shape)} and must broadcast from {wanted}\n  nearest: {name} of [1]")
     if whole[2] > 1 and block_of(rows, whole[2]) is None:
-        blocks = -(-rows // LEAST_BLOCK)
+        blocks = max(1, -(-rows // LEAST_BLOCK))
         raise LaunchError(
             f"{name} has {whole[2]} blocks for {rows} rows: a block is a power of two of rows from {LEAST_BLOCK} on\n"
-            f"  nearest: {blocks} blocks of {LEAST_BLOCK} rows"
+            f"  nearest: {blocks} block{'s' * (blocks != 1)} of {LEAST_BLOCK} rows"
         )
     if whole[2] == 0 < rows:
         raise LaunchError(f"{name} is {list(shape)}: it has no block\n  nearest: {name} of [1]")
