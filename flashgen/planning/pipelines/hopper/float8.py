@@ -289,10 +289,11 @@ def registers(c: Candidate, request: KernelRequest, *, ahead: bool = False) -> t
 
 
 def _mask(c: Candidate, request: KernelRequest) -> Mask:
-    """How elements are masked: as in 16 bits.  Bounds are not asked apart where P V comes in pieces: `dilated` spilled
-    104 bytes at head_dim 256."""
+    """How elements are masked: as in 16 bits.  Bounds are not asked apart where P V comes in pieces, or where three
+    warpgroups have maxima that lag: `dilated` spilled 104 bytes at head_dim 256, and 404 at 64."""
     form = masks.form(c, request)
-    return MaskByElement() if request.v_head_dim > PIECE and isinstance(form, MaskWithinBounds) else form
+    short = request.v_head_dim > PIECE or (c.warpgroups > 2 and _p(request).lags)
+    return MaskByElement() if short and isinstance(form, MaskWithinBounds) else form
 
 
 def _captures(c: Candidate, request: KernelRequest) -> bool:
