@@ -44,7 +44,11 @@ INPUTS = {
 
 def source(find: str) -> str:
     """The kernel that finds highest scores by this call."""
-    text = KERNEL.replace("COLUMNS", str(COLUMNS)).replace("FIND", find)
+    return whole(KERNEL.replace("COLUMNS", str(COLUMNS)).replace("FIND", find))
+
+
+def whole(text: str) -> str:
+    """A kernel behind the device functions that it uses."""
     return device.used_by("DEVICE u32 u64 " + text) + "\n\n" + text
 
 
@@ -110,9 +114,7 @@ extern "C" __global__ void k(const float* highest, float* out) {
 def test_the_first_keys_of_a_row_leave_headroom_whenever_they_come():
     """P of the highest score is 2^6 then: one that is four times as high stays below 2^8.5."""
     highest, out = np.linspace(-5, 5, 32).astype(np.float32), np.full(128, np.nan, np.float32)
-    launch(
-        device.used_by("DEVICE u32 u64 " + FOLLOW) + "\n\n" + FOLLOW, {"highest": highest, "out": out}, arch="sm_90a"
-    )
+    launch(whole(FOLLOW), {"highest": highest, "out": out}, arch="sm_90a")
     first, second = out.reshape(32, 2, 2).transpose(1, 0, 2)
     np.testing.assert_allclose(first, np.stack([2 * highest - 6] * 2, 1), rtol=1e-6)
     np.testing.assert_array_equal(second, first)

@@ -64,12 +64,12 @@ class Eight(NamedTuple):
 
 def check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     """Raise LaunchError for dtypes, of which some have 8 bits, that do not go together."""
-    if {k.dtype, v.dtype} <= DTYPES.keys() and (q.dtype in DTYPES or q.dtype in _OUT):
+    narrow = {k.dtype, v.dtype} <= DTYPES.keys()
+    if narrow and (q.dtype in DTYPES or q.dtype in _OUT):
         return
     kinds = ", ".join(f"{name} is {_name(x.dtype)}" for name, x in (("q", q), ("k", k), ("v", v)))
-    cure = f"k and v in {E4M3} or {E5M2} with descales, q in one of {', '.join((E4M3, *OUT_DTYPES))}"
-    if {k.dtype, v.dtype} <= DTYPES.keys():
-        cure = "q.bfloat16()"
+    several = f"k and v in {E4M3} or {E5M2} with descales, q in one of {', '.join((E4M3, *OUT_DTYPES))}"
+    cure = "q.bfloat16()" if narrow else several
     raise LaunchError(
         f"{kinds}: keys and values have 8 bits together, beside queries of 8 bits or of 16\n  nearest: {cure}"
     )

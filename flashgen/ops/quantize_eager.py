@@ -72,8 +72,9 @@ class Quantized:
 
     def corrected_lse(self, lse: torch.Tensor, q: torch.Tensor, scale: float | None = None) -> torch.Tensor:
         """lse [batch, heads, q_len], as attention gave it, as it is without the subtracted mean: more by
-        scale * q . k_mean of the q that was quantised, or of some of its rows, as it was given.  o needs no correction
-        without a sink.  For scores that are scale * (q . k) plus what does not depend on it.  Raises LaunchError.
+        scale * q . k_mean of the q that was quantised, as it was given, or of some of its rows where neither `rope`
+        nor a length counts them.  o needs no correction without a sink.  For scores that are scale * (q . k) plus what
+        does not depend on it.  Raises LaunchError for what does not belong together.
         """
         self._check_corrected(lse, q, scale)
         if self.k_mean is None or self.k_mean.shape[1] == 0:
@@ -101,8 +102,9 @@ class Quantized:
             )
         if nested.is_jagged(q) or nested.is_jagged(lse) or nested.is_jagged(self.q):
             return  # their rows come again by themselves
-        rows = -2 if q.dim() == 4 else None  # of queries, some of which may be left out
-        if _without(q.shape, rows) != _without(self.q.shape, rows):
+        # Of [batch, heads, q_len, head_dim] some rows may be left out.
+        given, quantised = ((*s[:2], *s[3:]) if q.dim() == 4 else tuple(s) for s in (q.shape, self.q.shape))
+        if given != quantised:
             raise LaunchError(
                 f"corrected_lse: q is {list(q.shape)}, and {list(self.q.shape)} was quantised\n"
                 "  nearest: q as quantize got it"
@@ -113,13 +115,6 @@ class Quantized:
                 f"corrected_lse: lse is {list(lse.shape)} beside q {list(q.shape)}, of which attention gives"
                 f" {list(wanted)}\n  nearest: lse and q of the same rows"
             )
-
-
-def _without(shape: tuple[int, ...], dim: int | None) -> list[int]:
-    sizes = list(shape)
-    if dim is not None:
-        del sizes[dim]
-    return sizes
 
 
 class Asked(NamedTuple):

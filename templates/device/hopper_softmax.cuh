@@ -9,6 +9,8 @@ struct RowState { float row_max[2], sum[2]; };
 // A row that has seen nothing: below every score, and finite, so that P of a hidden score of -inf is 2^-inf.
 DEVICE RowState nothing_seen() { return {{-3e38f, -3e38f}, {0.f, 0.f}}; }
 
+DEVICE bool saw_nothing(float row_max) { return row_max < -2e38f; }
+
 // The highest of each row over the four lanes that share it.
 template <int N> DEVICE void highest_by_floats(const float (&s)[N], float (&highest)[2]) {
 #pragma unroll
@@ -92,14 +94,14 @@ DEVICE bool follow_exactly_each(float (&row_max)[2], const float (&highest)[2], 
 }
 
 // The maxima follow the highest of scale * S where its P is beyond 2^limit: that is 2^offset then, or 2^first of a row
-// that had seen none, which `nothing_seen` says.  True if one of this lane's rows did.
+// that had seen none.  True if one of this lane's rows did.
 DEVICE bool follow_beyond(float (&row_max)[2], const float (&highest)[2], float scale, float first, float offset,
                           float limit) {
   bool moves[2];
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     moves[r] = fmaf(highest[r], scale, -row_max[r]) > limit;
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale, row_max[r] < -2e38f ? -first : -offset);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale, saw_nothing(row_max[r]) ? -first : -offset);
   }
   return moves[0] || moves[1];
 }
@@ -111,7 +113,7 @@ DEVICE bool follow_beyond_each(float (&row_max)[2], const float (&highest)[2], c
 #pragma unroll
   for (int r = 0; r < 2; r++) {
     moves[r] = fmaf(highest[r], scale[r], -row_max[r]) > limit;
-    if (moves[r]) row_max[r] = fmaf(highest[r], scale[r], row_max[r] < -2e38f ? -first : -offset);
+    if (moves[r]) row_max[r] = fmaf(highest[r], scale[r], saw_nothing(row_max[r]) ? -first : -offset);
   }
   return moves[0] || moves[1];
 }
