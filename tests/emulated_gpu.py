@@ -5,6 +5,7 @@ keeps modules and contexts as the fake one does, and runs launches on the parame
 What stands for a cubin is PTX.
 """
 
+import contextlib
 import ctypes
 import dataclasses
 
@@ -162,6 +163,8 @@ def install(monkeypatch, capability: tuple[int, int]) -> EmulatedGpu:
     monkeypatch.setattr(kernel, "build", build)
     for module, name in ((kernel, "_kernels"), (records, "_calls"), (memory, "_of_streams"), (menus, "_told")):
         monkeypatch.setattr(module, name, {})
+    for name, value in (("_of_graphs", {}), ("_kept", []), ("_aside", contextlib.nullcontext)):
+        monkeypatch.setattr(memory, name, value)
     for module in (forward, backward):
         monkeypatch.setattr(module, "torch", Torch())
     monkeypatch.setattr(memory, "empty_strided", gpu.empty)

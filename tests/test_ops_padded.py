@@ -7,6 +7,7 @@ from emulated_gpu import install
 
 import flashgen as fg
 from flashgen.errors import CapturedIndexError, LaunchError
+from flashgen.ops import forward
 from flashgen.ops.backward import Given, run_backward
 from flashgen.ops.call import Call
 from flashgen.ops.forward import run
@@ -25,6 +26,19 @@ def draw(batch=2, heads=2, kv_heads=1, q_len=6, kv_len=40, dim=32, dtype=torch.f
 
 def ints(*values):
     return torch.tensor(values, dtype=torch.int32)
+
+
+@pytest.mark.parametrize(
+    ("given", "alike"),
+    [({"q_offset": "end"}, True), ({"q_offset": ints(34, 20)}, False), ({"kv_lengths": ints(40, 9)}, False)],
+    ids=["at the end", "positions", "lengths"],
+)
+def test_sequences_are_alike_where_no_tensor_says_otherwise(monkeypatch, given, alike):
+    """Then none is longer than the others, and keys are not split for its sake."""
+    asked, real = [], forward.divide
+    monkeypatch.setattr(forward, "divide", lambda *a, **k: asked.append(k["alike"]) or real(*a, **k))
+    fg.attention(*draw(), causal, **given)
+    assert asked == [alike]
 
 
 @pytest.mark.parametrize("offset", [34, "end", ints(34, 34)], ids=["int", "end", "tensor"])

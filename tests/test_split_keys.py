@@ -502,6 +502,7 @@ def test_sequences_that_may_be_longer_than_others_are_split():
     long = divided(decode(65536, batch=64), **of_own)
     assert long.splits == 16 and "at most 32 a block, as one of 64 sequences may be longer" in long.why
     assert divided(decode(8192, batch=32), **of_own).splits == 4  # no part is shorter than 16 tiles
+    assert divided(decode(8192, batch=32), **of_own, alike=True).splits == 1
     assert divided(decode(2048, batch=64), **of_own).splits == 1
     assert divided(decode(65536, batch=64), "causal").splits == 1
     assert divided(decode(65536, batch=64), **of_own, kv_splits=3).splits == 3

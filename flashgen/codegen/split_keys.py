@@ -73,6 +73,10 @@ class KeyCode:
         """One behind the last tile that may be visited, of so many."""
         return f"min({tiles}, ({work}.part + 1) * LEAF_TILES)" if self.leaves else tiles
 
+    def is_last(self, tile: str, work: str) -> str:
+        """Whether a tile of keys is the last of its block."""
+        return f"{tile} < p.splits" if self.turns else f"{tile} == {self.first(work)}"
+
     @property
     def apart(self) -> str:
         """Keys from the last that one part may see to the last of the next."""

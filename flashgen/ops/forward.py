@@ -215,8 +215,7 @@ class _Record:
             own = *own, *[start + place for place in self._places]
         addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *own, *captured
         if counts:
-            counters = memory.counters() if shared is None else shared
-            addresses = *addresses, counters.data_ptr()
+            addresses = *addresses, memory.of_graph(index) if shared is None else shared.data_ptr()
         elif self._counted:
             addresses = *addresses, 0
         self._record(addresses, numbers, stream)
@@ -245,6 +244,7 @@ def _divided(ask: Callable[[Keys], planner.Menu], request: Request, sms: int) ->
         params=request.params,
         layout=request.layout,
         invariant=request.invariant,
+        alike=request.sequences is not None and request.sequences.alike,
     )
 
 

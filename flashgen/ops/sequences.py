@@ -51,6 +51,12 @@ class Sequences(NamedTuple):
     rows: tuple[int, int]
     cache: Cache | None = None
 
+    @property
+    def alike(self) -> bool:
+        """Whether all of them are known to have as many queries and keys as the problem, at the same positions."""
+        q_lengths, kv_lengths, q_offsets, *pages = self.tensors
+        return q_lengths is kv_lengths is q_offsets is None and not pages
+
 
 def names_of(variant: Variant) -> tuple[str, ...]:
     """The names that calls of a variant have for it."""

@@ -112,11 +112,12 @@ def divide(
     params: Mapping[str, int | float],
     layout: Layout = DENSE,
     invariant: bool = False,
+    alike: bool = False,
 ) -> Divided:
     """The plan for a problem on so many SMs, of the menu that `ask` gives for blocks that visit all keys or a part.
 
-    `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves.  Raises PlanError
-    where keys cannot be split and a call says so.
+    `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves; sequences that are
+    `alike` are all as long as the problem says.  Raises PlanError where keys cannot be split and a call says so.
     """
     if visits_all(problem, kv_splits, invariant):
         return _whole(ask, problem, sms, "")
@@ -131,7 +132,8 @@ def divide(
     if kv_splits is not None:
         _check_places(plan, problem, kv_splits)
         return Divided(menu=menu, plan=plan, splits=kv_splits, why="as asked")
-    splits, why = number(plan, problem, steps(plan, problem, params, layout), sms, layout)
+    uneven = layout.own and not alike
+    splits, why = number(plan, problem, steps(plan, problem, params, layout), sms, uneven=uneven)
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
 
 
@@ -225,12 +227,13 @@ def _steps(plan: KernelPlan, problem: Problem, params: Mapping[str, int | float]
     return counts.visited_by(analyse(plan.variant), case, tile, -(-problem.q_len // tile.q) - 1)
 
 
-def number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout = DENSE) -> tuple[int, str]:
-    """Among how many blocks the `visible` tiles of keys are best divided, and why."""
+def number(plan: KernelPlan, problem: Problem, visible: int, sms: int, *, uneven: bool = False) -> tuple[int, str]:
+    """Among how many blocks the `visible` tiles of keys are best divided, and why; sequences that are `uneven` see so
+    many at most."""
     known = _divisions(plan)
-    at = problem.batch, problem.heads, problem.kv_heads, problem.q_len, visible, sms, layout.own
+    at = problem.batch, problem.heads, problem.kv_heads, problem.q_len, visible, sms, uneven
     found = known.get(at)
-    return known.keep(at, _number(plan, problem, visible, sms, layout)) if found is None else found
+    return known.keep(at, _number(plan, problem, visible, sms, uneven)) if found is None else found
 
 
 @once
@@ -239,7 +242,7 @@ def _divisions(plan: KernelPlan) -> Remembered[tuple[int, ...], tuple[int, str]]
     return Remembered()
 
 
-def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: Layout) -> tuple[int, str]:
+def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, uneven: bool) -> tuple[int, str]:
     tiles = split_keys.tiles(plan, problem)
     if not tiles or not visible:
         return 1, ""
@@ -251,17 +254,17 @@ def _number(plan: KernelPlan, problem: Problem, visible: int, sms: int, layout: 
     best = min(times, key=lambda n: times[n])
     gain = times[1] / times[best]
     found = f"{tiles} tiles of queries on {sms} SMs, {visible} tiles of keys each"
-    uneven = _uneven(tiles, problem, visible, sms) if layout.own else 1
-    if gain < GAIN and uneven > 1:
-        each = -(-visible // uneven)
-        return uneven, f"{found}: at most {each} a block, as one of {problem.batch} sequences may be longer than others"
+    parts = _of_uneven(tiles, problem, visible, sms) if uneven else 1
+    if gain < GAIN and parts > 1:
+        each = -(-visible // parts)
+        return parts, f"{found}: at most {each} a block, as one of {problem.batch} sequences may be longer than others"
     if gain < GAIN:
         return 1, f"{found}: {best} blocks for each would bring {gain:.2f}x" if best > 1 else found
     each = -(-visible // best)
     return best, f"{found}: {each} a block, predicted {gain:.3g}x as fast as by one"
 
 
-def _uneven(tiles: int, problem: Problem, visible: int, sms: int) -> int:
+def _of_uneven(tiles: int, problem: Problem, visible: int, sms: int) -> int:
     """Among how many blocks the keys of sequences are divided whose lengths the device alone knows."""
     return max(1, min(sms * problem.batch // tiles, visible // LEAST_TILES)) if problem.batch > 1 else 1
 

@@ -558,7 +558,7 @@ class KernelPlan(Integers):
         number.  Where they come from a counter, a block knows its next one late, and copies of queries would hold up
         those of the last keys: causal calls took 2 to 5% longer.  Where keys are split, a block has one tile."""
         of = self.specialized
-        if not isinstance(of, Specialized) or of.scheduler.dynamic or of.sender.loads:
+        if not isinstance(of, Specialized) or not of.scheduler.foresees or of.sender.loads:
             return False
         return self.q_stages == 2 and not self.layout.paged and not self.keys.split
 

@@ -137,7 +137,7 @@ def _of_few_rows(
         if plans[0].order_of_sums != found.plans[0].order_of_sums:
             return None
         lean = _of_fewest_stages(plans[0], fitting, forward.FEW_BYTES)
-        return plans[0], _packed(pipeline, asked, [lean]) or lean
+        return lean, _packed(pipeline, asked, [lean]) or lean
 
     # Problems that are short of blocks have single heads, whose keys one block visits.
     alone = None if request.keys.split or request.layout.joined else forward.SMALL_QUERIES

@@ -19,8 +19,9 @@ from flashgen.planning import backward, order, split_keys, summaries
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
+from flashgen.planning.members import InTimeScheduler
 from flashgen.planning.once import Remembered, once
-from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, WARPGROUP_ROWS, Part, rows_of
+from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, WARPGROUP_ROWS, Part, Specialized, rows_of
 from flashgen.planning.problem import ITEMSIZE
 from flashgen.tuples import new
 
@@ -132,8 +133,8 @@ class Launch(NamedTuple):
     values      numbers by name, of which `Params` has some; those of `scalars` may change from call to call
     maps        what the main kernel takes before `Params`
     workspaces  memory beside inputs and results, in bytes by the name of the pointer; it may hold anything
-    cleared     memory that is 0 before the first kernel, and left so; launches that may overlap need their own: in a
-                CUDA graph a kernel more, so there is none where nobody counts, and its pointer is null
+    cleared     memory that is 0 before the first kernel, and left so; launches that may overlap need their own; there
+                is none where nobody counts, and its pointer is null
 
     A tuple, as each new length makes one.
     """
@@ -467,9 +468,18 @@ def _by_tiles(
     workspaces = (*workspaces, *split_keys.workspaces(plan, problem, kv_splits, rows[0], sms))
     if plan.summaries:
         workspaces = (*workspaces, *summaries.workspaces(plan, problem), *order.workspaces(plan, problem))
-    cleared = (COUNTERS,) if outline.counted and taken > sms else ()  # else each block has but one tile
+    counts = outline.counted and taken > sms and not _few_keys(plan, problem, kv_splits)
+    cleared = (COUNTERS,) if counts else ()  # else each block has but one tile, or its share
     found = _grids(plan, problem, sms, rows, taken, kv_splits)
     return found, workspaces, cleared, int(any(grid.entry == order.ENTRY for grid in found))
+
+
+def _few_keys(plan: KernelPlan, problem: Problem, kv_splits: int) -> bool:
+    """Whether tiles of queries see too few keys to be taken from a counter that is kept for those that see many."""
+    of = plan.specialized
+    if not isinstance(of, Specialized) or not isinstance(of.scheduler, InTimeScheduler):
+        return False
+    return -(-problem.kv_len // plan.tile.kv) < of.scheduler.many_tiles * kv_splits
 
 
 def main_entry(plan: KernelPlan) -> str:

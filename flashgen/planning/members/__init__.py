@@ -71,6 +71,7 @@ from flashgen.planning.members.schedule import EndsBesideNext as EndsBesideNext
 from flashgen.planning.members.schedule import FirstTile as FirstTile
 from flashgen.planning.members.schedule import FirstTileAsSeen as FirstTileAsSeen
 from flashgen.planning.members.schedule import FirstTileWhole as FirstTileWhole
+from flashgen.planning.members.schedule import InTimeScheduler as InTimeScheduler
 from flashgen.planning.members.schedule import PackedQueries as PackedQueries
 from flashgen.planning.members.schedule import PartScheduler as PartScheduler
 from flashgen.planning.members.schedule import Queries as Queries

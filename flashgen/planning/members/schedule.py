@@ -8,6 +8,9 @@ from typing import ClassVar
 # ---------------------------------------------------------------------------------------------------------------------
 # Who hands out tiles of queries
 
+#: Tiles of keys that are many for a tile of queries: the next one is then taken from the counter in time.
+MANY_TILES = 8
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DynamicScheduler:
@@ -16,6 +19,8 @@ class DynamicScheduler:
 
     template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    foresees: ClassVar[bool] = False
+    in_time: ClassVar[bool] = False
 
     ordered: bool = False
 
@@ -26,6 +31,26 @@ class StaticScheduler:
 
     template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
     dynamic: ClassVar[bool] = False
+    foresees: ClassVar[bool] = True
+    in_time: ClassVar[bool] = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class InTimeScheduler:
+    """Each block has its share of tiles that see few keys; others come from a counter in memory, in time: when the
+    loader has come to the last keys of the one before.
+
+    Where memory decides, SMs are served unevenly, and a block that is late would keep tiles that others could begin.
+    Of one warpgroup, decoding on three H200s, of the time that equal shares took: 256 tiles of 8,192 keys 0.99 to 1.00,
+    512 of 4,096 0.987 to 1.00, 1,024 of 2,048 0.993 to 1.01; 64 sequences of 256 to 64k keys, each by one block, 0.66.
+    Few keys took 1.04 to 1.12 from a counter.
+    """
+
+    template: ClassVar[str] = "hopper/forward_in_time_scheduler.cu.j2"
+    dynamic: ClassVar[bool] = True
+    foresees: ClassVar[bool] = True
+    in_time: ClassVar[bool] = True
+    many_tiles: ClassVar[int] = MANY_TILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +59,10 @@ class SequenceScheduler:
 
     template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    foresees: ClassVar[bool] = False
+    many_tiles: ClassVar[int] = MANY_TILES
+
+    in_time: bool = False  # as above
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,9 +71,13 @@ class PartScheduler:
 
     template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    foresees: ClassVar[bool] = False
+    many_tiles: ClassVar[int] = MANY_TILES
+
+    in_time: bool = False
 
 
-Scheduler = DynamicScheduler | StaticScheduler | SequenceScheduler | PartScheduler
+Scheduler = DynamicScheduler | StaticScheduler | InTimeScheduler | SequenceScheduler | PartScheduler
 
 # ---------------------------------------------------------------------------------------------------------------------
 # What a warpgroup does with the first tile of keys that its block visits

@@ -36,7 +36,9 @@ from flashgen.planning.members import (
     HighestAsFloat,
     HighestAsInteger,
     HighestBySigns,
+    InTimeScheduler,
     Keys,
+    Leaves,
     MaskAsBits,
     MaskByElement,
     MaskByTile,
@@ -307,8 +309,15 @@ def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program
     columns = boxed(request.head_dim), boxed(request.v_head_dim)
     registers = (None, None) if c.warpgroups == ALONE else division(c, request)
     masked, layout, keys = request.profile.hides, request.layout, request.keys
-    folded = fold(c, request).columns
-    return _program(c, columns, registers, masked=masked, ping_pong=ping_pong, layout=layout, keys=keys, folded=folded)
+    return _program(
+        *(c, columns, registers),
+        masked=masked,
+        ping_pong=ping_pong,
+        layout=layout,
+        keys=keys,
+        folded=fold(c, request).columns,
+        in_time=scheduler(c, request).in_time,
+    )
 
 
 def _program(
@@ -321,6 +330,7 @@ def _program(
     layout: Layout,
     keys: Keys,
     folded: int = 0,
+    in_time: bool = False,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -334,6 +344,7 @@ def _program(
         layout=layout,
         split=keys.split,
         folded=folded,
+        in_time=in_time,
     )
 
 
@@ -590,14 +601,17 @@ def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
 
 def scheduler(c: Candidate, request: KernelRequest) -> Scheduler:
     """Who hands out tiles of queries."""
+    # Who sends visible tiles of keys one by one is two of them ahead, and leaves are short.
+    every = not (request.profile.hides or request.float8 or isinstance(request.keys, Leaves))
+    in_time = every and c.warpgroups == ALONE
     if request.layout.joined:
-        return SequenceScheduler()
+        return SequenceScheduler(in_time=in_time)
     if request.keys.turns and request.layout.own:
-        return PartScheduler()
+        return PartScheduler(in_time=in_time)
     # Where sequences have lengths of their own, so have the parts of their keys.
     uneven = request.profile.masked or (request.keys.split and request.layout.own)
     if not uneven:
-        return StaticScheduler()
+        return InTimeScheduler() if in_time else StaticScheduler()
     by_data = request.profile.hides and bool(request.profile.facts.summaries)
     # Tiles that are judged by their parts take longer to count than is waited for.
     ordered = by_data and not (request.layout.own or masks.cuts(c, request))

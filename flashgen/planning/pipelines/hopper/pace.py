@@ -128,7 +128,7 @@ def packing_gain(
         tiles = -(-problem.q_len * pack // one.tile.q) * heads // pack
         if one.keys.split:  # among as many blocks as fill the SMs
             return one.tile.q * tiles / sms
-        return one.tile.q * (max(1.0, tiles / sms) if _layout(one).scheduler.dynamic else -(-tiles // sms))
+        return one.tile.q * (-(-tiles // sms) if _layout(one).scheduler.foresees else max(1.0, tiles / sms))
 
     fewer = rows(plan) / rows(packed)
     if fewer <= 1:  # and no form is slower than it is believed to be

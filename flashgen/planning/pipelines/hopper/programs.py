@@ -63,13 +63,15 @@ def forward(
     ones: bool = False,
     folded: int = 0,
     loads: bool = False,
+    in_time: bool = False,
 ) -> Program:
     """A forward's program: `columns` of q and k, and of v, in shared memory; `registers` per thread of the producer
     warpgroup and of a consumer, None where none change hands; O is `stored` by TMA from the shared memory of Q, or by
     the consumers themselves; where sequences have lengths of their own, V ends inside a tile; where keys are `split`, a
     tile of queries is one with a part of them.  In 8 bits `turned` has the columns of V once it is turned over, and
     the warps that do it; with `ones` there is a matrix of them; the scheduler's warp `loads` too where one more is
-    needed to turn V over.  `folded` are the columns of O of the leaves so far that lie there in float32."""
+    needed to turn V over.  `folded` are the columns of O of the leaves so far that lie there in float32.  A tile of
+    queries is taken from the counter `in_time` where the loader says when."""
     warpgroups = tile.q // ROWS
     transposers = 0 if turned is None else turned[1]
     cleans = layout.own and turned is None  # who turns V over clears it too
@@ -84,9 +86,8 @@ def forward(
         "work_stage": Axis(size=WORK_STAGES, text="WORK_STAGES"),
         "each": Axis(size=warpgroups, text="WARPGROUPS", index="w"),
     }
-    rings = tuple(
-        _forward_rings(axes, masked=masked, stored=stored, transposers=transposers, cleans=cleans, loads=loads)
-    )
+    flags = {"masked": masked, "stored": stored, "cleans": cleans, "loads": loads, "in_time": in_time}
+    rings = tuple(_forward_rings(axes, transposers=transposers, **flags))
     room = max(columns) if stored else columns[0]
     elements = ROWS * room, tile.kv * columns[0], tile.kv * columns[1]
     of, work = {ring.name: ring.member for ring in rings}, work_layout(layout, split=split)
@@ -132,7 +133,7 @@ def _forward_roles(
 
 
 def _forward_rings(
-    axes: dict[str, Axis], *, masked: bool, stored: bool, transposers: int, cleans: bool, loads: bool
+    axes: dict[str, Axis], *, masked: bool, stored: bool, transposers: int, cleans: bool, loads: bool, in_time: bool
 ) -> Iterator[Ring]:
     """In the order in which their barriers are initialised."""
     warpgroups = axes["each"].size
@@ -184,6 +185,16 @@ def _forward_rings(
         producers=scheduler,
         consumers=(*of_all, *(() if loads else loader), *storer),
     )
+    if in_time:
+        yield Ring(
+            name="draw",
+            barrier="may_draw",
+            carries="leave to take the next tile of queries",
+            stages=_ONE,
+            producers=loader,
+            consumers=(Party(role="scheduler", arrivals=0),),
+            freed="by the tile that it takes",
+        )
     if masked and not loads:
         yield Ring(
             name="next",
@@ -239,6 +250,8 @@ def _forward_members(
     if masked:
         yield from _step_members(stage, of.get("next"))
     yield declared(of["work"])
+    if "draw" in of:
+        yield declared(of["draw"])
     yield declared(of["q"])
     if "o" in of:
         yield declared(of["o"])
