@@ -89,13 +89,17 @@ def test_a_loader_that_says_nothing_is_waited_for():
 
 @pytest.mark.slow
 def test_counters_of_launches_in_graphs(monkeypatch):
-    """Each launch that is captured has counters which no other has, and leaves them 0 for the next replay."""
+    """Each launch that is captured has counters which no other has, and leaves them 0 for the next replay; where none
+    are left they are cleared in the graph."""
     gpu = install(monkeypatch, (9, 0))
     tensors = inputs(gpu, q_len=200)  # more tiles than SMs
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     monkeypatch.setattr(memory, "_PLACES", 2)
-    for _ in range(3):
+    cleared, real = [], memory.counters
+    monkeypatch.setattr(memory, "counters", lambda: cleared.append(real()) or cleared[-1])
+    for captures in (False, True, True, True):
+        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captures: now)
         check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
-    assert len(memory._kept) == 2 and len(memory._of_graphs[0]) == 1, "more are allocated when all are given"
-    assert memory._of_streams == {} and not any(kept.as_subclass(torch.Tensor).any() for kept in memory._kept)
+    assert len(cleared) == 1 and memory._of_graphs == {0: []}
+    assert not any(x.as_subclass(torch.Tensor).any() for x in (*memory._kept, *cleared))
+    assert not memory._of_streams[0, 7][:2].as_subclass(torch.Tensor).any()
