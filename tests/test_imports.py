@@ -28,7 +28,7 @@ for sink in ("compat", "bench"):
 COMMON = {"errors", "resources", "files", "jsonfile", "locks", "tuples"}
 
 #: A call of attention() goes up through these, each of which imports those before it.
-CALL = ("values", "layouts", "tracing", "memory", "sinks", "dropout", "menus", "float8", "pages", "sequences")
+CALL = ("values", "tracing", "layouts", "memory", "sinks", "dropout", "menus", "float8", "pages", "sequences")
 CALL += ("splits", "call")
 CALL += (
     "out",

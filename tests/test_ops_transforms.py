@@ -403,6 +403,20 @@ def test_negated_views():
     assert torch.equal(banded(negated.resolve_neg(), k, v), banded(-q, k, v))
 
 
+def test_negated_views_of_8_bits():
+    """Kernels read what lies in memory: a descale of the other sign, or what is quantised."""
+    q, k, v = tensors()
+    narrow, one = [x.to(torch.float8_e4m3fn) for x in (q, k, v)], torch.ones(1)
+    descales = {"q_descale": one, "k_descale": torch._neg_view(-one), "v_descale": one}
+    refused(
+        r"^k_descale is a view that negates .*\n  nearest: k_descale.resolve_neg\(\), a copy",
+        lambda: fg.attention(*narrow, fg.load_spec("full"), **descales),
+    )
+    wide = q, k, v = [x.bfloat16() for x in (q, k, v)]
+    refused(r"^v is a view that negates", lambda: fg.quantize(q, k, torch._neg_view(v)))
+    refused(r"^smooth_k is a view that negates", lambda: fg.quantize(*wide, smooth_k=torch._neg_view(k.mean(2))))
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's, of prototypes and old kinds of tensor
 def test_tensors_without_memory_of_their_own():
     q, k, v = tensors(dtype=torch.float32)

@@ -13,10 +13,10 @@ from flashgen.errors import LaunchError, shown
 from flashgen.lang.expr import Tensor as Declared
 from flashgen.lang.variant import Variant
 from flashgen.ops import float8, sequences
-from flashgen.ops.layouts import check_layout
+from flashgen.ops.layouts import check_memory
 from flashgen.ops.menus import ALIGNMENT, gpu_menu
 from flashgen.ops.splits import INVARIANT, SPLITS
-from flashgen.ops.tracing import IN_JIT_TRACE, watched
+from flashgen.ops.tracing import IN_JIT_TRACE
 from flashgen.ops.values import no_number, no_tensor
 from flashgen.planning import planner
 from flashgen.planning.layout import DENSE, Layout
@@ -200,26 +200,6 @@ def check_device(name: str, tensor: torch.Tensor) -> None:
     """Raise LaunchError for a tensor where nothing of flashgen's runs."""
     if tensor.device.type not in ("cpu", "cuda"):
         raise LaunchError(f"{name} is on {tensor.device}: attention runs on NVIDIA GPUs (cuda) and on the CPU")
-
-
-def check_memory(title: str, name: str, tensor: torch.Tensor) -> None:
-    """Raise LaunchError for a tensor whose memory does not hold its elements as they are."""
-    check_layout(title, name, tensor)
-    what = cure = None
-    if tensor.is_quantized:
-        what, cure = f"quantised ({_dtype(tensor)}): attention takes floats", f"{name}.dequantize(), a copy"
-    elif tensor.is_neg():
-        what, cure = (
-            "a view that negates what lies in memory, as x.imag of a conjugate",
-            f"{name}.resolve_neg(), a copy",
-        )
-    elif tensor._is_zerotensor():
-        what, cure = "a ZeroTensor, which has no memory", f"torch.zeros_like({name})"
-    elif watched(tensor):
-        kind = type(tensor).__name__
-        what, cure = f"a {kind} beside others that are none: all are, or none is", "one kind of q, k, v and captures"
-    if what is not None:
-        raise LaunchError(f"{title} is {what}\n  nearest: {cure}")
 
 
 def _check_together(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from flashgen.errors import LaunchError, shown
-from flashgen.ops.layouts import check_layout, stacked
+from flashgen.ops.layouts import check_memory, stacked
 from flashgen.ops.values import no_tensor
 from flashgen.planning.float8 import ACCURACIES, DEFAULT, DESCALES, E4M3, E5M2, LEAST_BLOCK, OUT_DTYPES, block_of
 from flashgen.planning.layout import Layout
@@ -273,7 +273,7 @@ def _check_descale(
         )
     if not isinstance(given, torch.Tensor):
         raise LaunchError(f"{no_tensor(name, given)}\n  nearest: torch.tensor([1.0], device=q.device)")
-    check_layout(name, name, given, nested=stacked(name))
+    check_memory(name, name, given, nested=stacked(name))
     if given.dtype != torch.float32:
         raise LaunchError(f"{name} is {_name(given.dtype)}: descales are float32\n  nearest: {name}.float()")
     if given.device != device:

@@ -15,7 +15,8 @@ from flashgen.analysis.tiles import Case
 from flashgen.errors import LaunchError
 from flashgen.lang.stored import broken_promise
 from flashgen.ops import float8, memory, sequences
-from flashgen.ops.call import Call, Request, check_memory, check_rows, checked
+from flashgen.ops.call import Call, Request, check_rows, checked
+from flashgen.ops.layouts import check_memory
 from flashgen.ops.menus import ALIGNMENT, addressable, cpu_request, gpu_menu
 from flashgen.ops.out import check as check_out
 from flashgen.ops.records import Kind, call_key, calls_of, first_of, launch_of, remember, request_of

@@ -7,7 +7,8 @@ from collections.abc import Iterable
 import torch
 
 from flashgen.errors import LaunchError
-from flashgen.ops.call import check_memory, check_rows
+from flashgen.ops.call import check_rows
+from flashgen.ops.layouts import check_memory
 from flashgen.ops.values import no_tensor
 
 #: What a call is told that wants gradients.

@@ -15,7 +15,7 @@ from flashgen.errors import LaunchError
 from flashgen.ops import nested, own_rows
 from flashgen.ops import rope as ropes
 from flashgen.ops.call import check_rows
-from flashgen.ops.layouts import check_layout, stacked
+from flashgen.ops.layouts import check_memory, stacked
 from flashgen.ops.own_rows import Own
 from flashgen.ops.rope import Rope
 from flashgen.ops.sequences import Sequences
@@ -172,7 +172,7 @@ def run(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, asked: Asked) -> Quan
 def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
     for name, x in (("q", q), ("k", k), ("v", v)):
         if isinstance(x, torch.Tensor):
-            check_layout(name, name, x)
+            check_memory(name, name, x, "quantize")
         if not isinstance(x, torch.Tensor) or x.dim() != 4:
             cure = f"{name}.unsqueeze(0), or cu_seqlens_q and max_seqlen_q for sequences behind each other"
             joined = isinstance(x, torch.Tensor) and x.dim() == 3
@@ -212,7 +212,7 @@ def _mean(k: torch.Tensor, smooth_k: bool | torch.Tensor, rope: Rope | None, own
     shape = (k.shape[0] if own is None else own.sequences, k.shape[1], k.shape[3])
     cure = "the k_mean of an earlier call"
     if isinstance(smooth_k, torch.Tensor):
-        check_layout("smooth_k", "smooth_k", smooth_k, "quantize", nested=stacked("smooth_k"))
+        check_memory("smooth_k", "smooth_k", smooth_k, "quantize", nested=stacked("smooth_k"))
         if not smooth_k.is_floating_point():
             dtype = str(smooth_k.dtype).removeprefix("torch.")
             raise LaunchError(f"smooth_k is {dtype}: a mean has real floats\n  nearest: smooth_k=True, or {cure}")

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from flashgen.errors import LaunchError, shown
-from flashgen.ops.layouts import check_layout, stacked
+from flashgen.ops.layouts import check_memory, stacked
 from flashgen.planning.quantize import ANGLE_BYTES, Angles
 
 #: What users may give for q and k: one tensor for both, or two, of which None stands for a tensor that does not turn.
@@ -131,7 +131,7 @@ def _check(said: str, given: object, name: str, x: torch.Tensor, joined: tuple[i
     if not isinstance(given, torch.Tensor):
         other = "sin" if said == "cos" else "cos"
         raise LaunchError(f"{said} of {name} is {shown(given)}, and {other} is given: they are tensors {wanted}")
-    check_layout(said, said, given, "quantize", nested=stacked(said))
+    check_memory(said, said, given, "quantize", nested=stacked(said))
     if given.dtype not in _DTYPES:
         raise LaunchError(
             f"{said} is {str(given.dtype).removeprefix('torch.')}: it is float32, bfloat16 or float16\n"
