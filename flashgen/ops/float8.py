@@ -94,7 +94,7 @@ def key(named: Mapping[str, Any]) -> Iterator[object]:
     """All that a record depends on."""
     for name in NAMES.values():
         x = named.get(name)
-        yield (x.shape, x.stride(), x.dtype, x.device) if isinstance(x, torch.Tensor) else x
+        yield (x.shape, x.stride(), x.dtype, x.device, x.is_neg()) if isinstance(x, torch.Tensor) else x
 
 
 def options(named: Mapping[str, Any]) -> tuple[object, ...]:
