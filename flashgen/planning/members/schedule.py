@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who hands out tiles of queries
+# Who hands out tiles of queries.  A block `foresees` its next one where it is not taken from a counter late.
 
 #: Tiles of keys that are many for a tile of queries: the next one is then taken from the counter in time.
 MANY_TILES = 8
@@ -48,7 +48,7 @@ class InTimeScheduler:
 
     template: ClassVar[str] = "hopper/forward_in_time_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
-    foresees: ClassVar[bool] = True
+    foresees: ClassVar[bool] = True  # where they see few keys
     in_time: ClassVar[bool] = True
     many_tiles: ClassVar[int] = MANY_TILES
 
