@@ -155,7 +155,7 @@ SCALED = {
 }
 
 
-@pytest.mark.sampled("of_positions-sm_80-backward", "of_positions-sm_90a-forward")
+@pytest.mark.sampled("of_positions-sm_90a-forward")
 @pytest.mark.slow
 @pytest.mark.parametrize("menu", [planner.menu, planner.backward_menu], ids=["forward", "backward"])
 @pytest.mark.parametrize(("name", "arch"), [(name, arch) for name in SCALED for arch in ("sm_80", "sm_90a")])

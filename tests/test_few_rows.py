@@ -35,7 +35,7 @@ def test_rows_have_the_bits_that_two_warpgroups_give_them(q_len):
     assert few.wrong(found) == () and differing(found, wide.run()) == 0
 
 
-@pytest.mark.sampled("split-11", "leaves-2")
+@pytest.mark.sampled("leaves-2")
 @pytest.mark.slow
 @pytest.mark.parametrize("q_len", QUERIES)
 @pytest.mark.parametrize("form", ["split", "leaves"])

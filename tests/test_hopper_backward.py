@@ -29,7 +29,7 @@ def test_hopper(spec):
 AT_NIGHT = pytest.mark.nightly(sibling="test_hopper_at_other_shapes")
 
 
-@pytest.mark.sampled("causal-shape3", "causal_bottom_right-shape4", "softcap-shape9")
+@pytest.mark.sampled("causal-shape3", "softcap-shape9")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("spec", "shape"),
@@ -105,7 +105,7 @@ HOPPER_MUTATIONS = {
 }
 
 
-@pytest.mark.sampled("d_o not awaited", "dQ not awaited")
+@pytest.mark.sampled("dQ not awaited")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", HOPPER_MUTATIONS)
 def test_hopper_mutations_are_noticed(name):
@@ -132,7 +132,7 @@ WIDE_MUTATIONS = {
 }
 
 
-@pytest.mark.sampled("dS not shown to wgmma", "a stage released too early")
+@pytest.mark.sampled("dS not shown to wgmma")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", WIDE_MUTATIONS)
 def test_mutations_over_head_dim_128_are_noticed(name):
@@ -161,7 +161,7 @@ ONE_ORDER_AT_NIGHT = pytest.mark.nightly(sibling="test_hoppers_one_order_is_the_
 @pytest.mark.parametrize(
     ("spec", "shape"),
     [
-        ("full", {"head_dim": 128, "dtype": "float16", "q_len": 71, "kv_len": 401}),
+        ("full", {"head_dim": 128, "dtype": "float16", "q_len": 71, "kv_len": 270}),
         pytest.param(
             *("sliding_window", {"heads": 4, "kv_heads": 2, "q_len": 270, "kv_len": 390, "tile": (128, 128)}),
             marks=ONE_ORDER_AT_NIGHT,
@@ -224,7 +224,7 @@ ORDER_MUTATIONS = {
 @functools.lru_cache(1)
 def in_one_order(head_dim):
     """A backward whose blocks of keys add to dq in turn, and the sums that it leaves."""
-    b = Backward("full", pipeline="hopper", head_dim=head_dim, deterministic=True, q_len=150, kv_len=600)
+    b = Backward("full", pipeline="hopper", head_dim=head_dim, deterministic=True, q_len=70, kv_len=400)
     return b, b.run().workspaces["dq_sum"]
 
 
@@ -240,7 +240,7 @@ def test_an_order_that_is_not_kept_is_noticed(head_dim, name):
 @pytest.mark.slow
 def test_a_block_that_waits_for_another_than_the_one_before_never_ends():
     """So every test above that ends says that blocks of keys and of queries find the same tiles."""
-    b = Backward("causal", pipeline="hopper", deterministic=True, q_len=150, kv_len=300)
+    b = Backward("causal", pipeline="hopper", deterministic=True, q_len=150, kv_len=140)
     steps = b.run().reports["attention_backward"].steps
     with pytest.raises(errors.StepLimit):
         b.run(replace("int tile = shared.keys.k_first / TILE_KV + 1;", "int tile = 0;"), step_limit=2 * steps)
@@ -260,7 +260,7 @@ def read_ahead():
 @pytest.mark.slow
 @pytest.mark.parametrize(("head_dim", "tile"), [(64, (64, 128)), (32, (128, 128))])
 def test_hopper_reads_ahead_what_a_query_or_a_key_selects(head_dim, tile):
-    b = Backward(read_ahead(), pipeline="hopper", tile=tile, head_dim=head_dim, q_len=197, kv_len=200)
+    b = Backward(read_ahead(), pipeline="hopper", tile=tile, head_dim=head_dim, q_len=133, kv_len=140)
     assert {"look_up_level_q(", "look_up_valid_k("} <= set(re.findall(r"look_up_\w+\(", b.source))
     check(b)
     assert b.wrong(b.run(seed=3)) == []

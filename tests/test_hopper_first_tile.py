@@ -35,7 +35,7 @@ def diagonal(tile, spec="causal", **shape):
     return work(spec, "hopper", tile=tile, **shape)
 
 
-@pytest.mark.sampled("causal-tile4", "sink_window-tile1")
+@pytest.mark.sampled("causal-tile4")
 @pytest.mark.slow
 @pytest.mark.parametrize("tile", TILES)
 @pytest.mark.parametrize("spec", SPECS)
@@ -81,6 +81,7 @@ def test_heads_that_share_keys_fill_tiles():
     assert w.plan.takes_first_keys and w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("a key of the others", "values of passed keys")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("tile", "kv_len", "edit"),

@@ -124,13 +124,13 @@ def test_gradients_of_captured_tensors_are_right(name):
 def test_what_blocks_select_alike_is_summed_in_them(pipeline, name):
     """Lengths that end inside of a block; two heads that share keys."""
     variant, gradients, head_dim = CASES[name]
-    shape = {"head_dim": head_dim, "q_len": 150, "kv_len": 203, "heads": 2, "kv_heads": 1, "batch": 1}
+    shape = {"head_dim": head_dim, "q_len": 100, "kv_len": 140, "heads": 2, "kv_heads": 1, "batch": 1}
     ptx_backward.check(ptx_backward.Backward(variant, pipeline=pipeline, gradients=gradients, **shape))
 
 
 def bucketed_work(**options):
     variant, gradients, head_dim = CASES["bucketed"]
-    shape = {"head_dim": head_dim, "q_len": 200, "kv_len": 260, "heads": 2, "kv_heads": 1, "batch": 1} | options
+    shape = {"head_dim": head_dim, "q_len": 140, "kv_len": 200, "heads": 2, "kv_heads": 1, "batch": 1} | options
     return ptx_backward.Backward(variant, gradients=gradients, **shape)
 
 
@@ -228,7 +228,7 @@ BEYOND = {
 }
 
 
-@pytest.mark.sampled("hopper-slope by key", "hopper-a longer table")
+@pytest.mark.sampled("hopper-a longer table")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", BEYOND)
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])

@@ -132,7 +132,7 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.sampled("the query of a row taken for its head", "rows beyond the last query stored")
+@pytest.mark.sampled("the query of a row taken for its head")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):

@@ -15,6 +15,9 @@ from flashgen.planning import planner
 #: Two SMs take 8 to 16 tiles of keys; some have keys that no query sees, or few queries.
 HEADS = {"batch": 2, "heads": 4, "kv_heads": 2, "seed": 3}
 
+#: Six tiles of keys: enough for each SM to take more than one.
+FEWER = {**HEADS, "batch": 1}
+
 
 @pytest.mark.sampled("4")
 @pytest.mark.slow
@@ -45,7 +48,7 @@ def test_tiles_of_keys_one_after_another(spec, shape):
 @pytest.mark.slow
 @pytest.mark.parametrize("head_dim", [128, 80, 64])
 def test_in_any_order_of_warps_and_copies(head_dim):
-    b = Backward("causal", pipeline="hopper", short=True, head_dim=head_dim, q_len=90, kv_len=260, **HEADS)
+    b = Backward("causal", pipeline="hopper", short=True, head_dim=head_dim, q_len=90, kv_len=260, **FEWER)
     lockstep = b.run(sms=1)
     result = b.run(seed=0, sms=3)
     np.testing.assert_array_equal(result.dk, lockstep.dk)
@@ -69,11 +72,11 @@ MUTATIONS = {
 }
 
 
-@pytest.mark.sampled("K overwritten before it is read", "dQ of the tile before added")
+@pytest.mark.sampled("dQ of the tile before added")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
-    b = Backward("causal", pipeline="hopper", short=True, head_dim=128, q_len=150, kv_len=260, **HEADS)
+    b = Backward("causal", pipeline="hopper", short=True, head_dim=128, q_len=150, kv_len=260, **FEWER)
     assert any(b.fails(MUTATIONS[name], seed=seed, sms=2) for seed in range(3))
 
 

@@ -45,7 +45,7 @@ def test_o_that_follows_beside_s_has_the_bits_of_one_that_follows_at_once(dtype,
     assert np.array_equal(found.o, expected.o) and np.array_equal(found.lse, expected.lse)
 
 
-@pytest.mark.sampled("in a step", "behind the last keys")
+@pytest.mark.sampled("in a step")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "line",

@@ -16,7 +16,7 @@ from flashgen.planning.problem import Problem
 
 def several(spec="full", **shape):
     """Three tiles of queries for each of two heads, which one block computes."""
-    return work(spec, "hopper", **{"q_len": 300, "kv_len": 280, **shape})
+    return work(spec, "hopper", **{"q_len": 300, "kv_len": 150, **shape})
 
 
 def run(w, edit=None, **options):

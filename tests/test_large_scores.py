@@ -37,6 +37,7 @@ def test_rows_that_a_large_bias_hides_in_their_first_tiles(pipeline, dtype, larg
     assert w.wrong(w.run()) == ()
 
 
+@pytest.mark.sampled("hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
 def test_a_score_that_is_large_by_itself(pipeline):
@@ -45,7 +46,7 @@ def test_a_score_that_is_large_by_itself(pipeline):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled("ampere-float16", "hopper-bfloat16")
+@pytest.mark.sampled("hopper-bfloat16")
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
 def test_a_score_function_keeps_rows_of_products_that_are_large(pipeline, dtype):
@@ -58,6 +59,7 @@ def test_a_score_function_keeps_rows_of_products_that_are_large(pipeline, dtype)
     assert without.wrong(without.run())
 
 
+@pytest.mark.sampled("hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
 def test_scores_are_rounded_before_maxima_are_subtracted(pipeline):
@@ -79,6 +81,7 @@ def test_gradients_of_rows_with_large_scores(pipeline, large):
     ptx_backward.check(ptx_backward.Backward(added(large), pipeline=pipeline, q_len=70, kv_len=83))
 
 
+@pytest.mark.sampled("ampere")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["hopper", "ampere"])
 def test_gradients_of_a_row_of_large_scores_are_no_more_than_those_of_one_key(pipeline):

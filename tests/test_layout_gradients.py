@@ -130,7 +130,7 @@ def test_a_neighbour_of_nothing_but_nan_changes_no_bit(deterministic):
 
 
 #: Bounds of lengths that two sequences have; the keys of the first are all alike.
-TWO = {"layout": Varlen(), "q_len": 140, "kv_len": 290, "beyond": 0.5}
+TWO = {"layout": Varlen(), "q_len": 140, "kv_len": 200, "beyond": 0.5}
 
 
 def alone(w, b):
@@ -143,7 +143,7 @@ def alone(w, b):
 
 @pytest.mark.slow
 def test_one_order_of_sums_gives_each_sequence_the_bits_that_it_has_alone():
-    w = batch("causal", "ampere", **TWO, q_lengths=(33, 140), kv_lengths=(70, 290))
+    w = batch("causal", "ampere", **TWO, q_lengths=(33, 140), kv_lengths=(70, 200))
     rng = np.random.default_rng(3)
     do, dlse = (rng.standard_normal(shape, np.float32) for shape in (w.qkv[0].shape, w.qkv[0].shape[:3]))
     together, _ = w.backward(pipeline="hopper", deterministic=True, given=(do, dlse))
@@ -200,7 +200,7 @@ def test_the_planner_takes_pipeline_hopper(layout, spec, head_dim, deterministic
     assert "sequence" in emit(plan)
 
 
-@pytest.mark.sampled("varlen-ampere", "padded-hopper")
+@pytest.mark.sampled("padded-hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", ["ampere", "hopper"])
 @pytest.mark.parametrize(

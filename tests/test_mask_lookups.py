@@ -67,7 +67,7 @@ IN_WORDS = {
 MASKS = BY_ELEMENT | IN_WORDS
 
 
-@pytest.mark.sampled("keys alone-150-130", "flags in several words-150-130", "documents-129-200")
+@pytest.mark.sampled("flags in several words-150-130", "documents-129-200")
 @pytest.mark.slow
 @pytest.mark.parametrize("name, q_len, kv_len", [(name, 150, 130) for name in MASKS] + [("documents", 129, 200)])
 def test_what_a_key_selects_reaches_every_lane(monkeypatch, name, q_len, kv_len):
@@ -159,7 +159,7 @@ def window_without_flags(flag):  # of packed heads nothing is told of queries
     return lambda b, h, q, k: (q - k <= 20) & ~flag[b, k]
 
 
-@pytest.mark.sampled("joined", "packed")
+@pytest.mark.sampled("joined")
 @pytest.mark.slow
 @pytest.mark.parametrize("how", ["padded", "joined", "packed", "8 bits"])
 def test_words_are_right_wherever_rows_lie(monkeypatch, how):

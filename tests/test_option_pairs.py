@@ -77,17 +77,17 @@ def forms(request: KernelRequest) -> tuple:
 
 @pytest.mark.sampled("hopper-False-causal-128-bfloat16-True-0")
 @pytest.mark.slow
-@pytest.mark.parametrize("turn", [0, 1])
+@pytest.mark.parametrize("turn", range(4))
 @pytest.mark.parametrize("dropout", [False, True])
 @pytest.mark.parametrize(("pipeline", "backward", "spec", "head_dim", "dtype"), GRID)
 def test_what_is_accepted_spills_nothing(pipeline, backward, spec, head_dim, dtype, dropout, turn):
-    """Pairs with dropout and pairs without have no kernel in common; half of either's kernels are asked for twice."""
+    """Pairs with dropout and pairs without have no kernel in common; of either's a quarter is compiled in turn."""
     kernels = {
         emit(plan): (request.asked, request.fixed, plan.tile)
         for request in requests(pipeline, backward, spec, head_dim, dtype)
         for plan in (forms(request) if request.dropout == dropout else ())
     }
-    for text, asked in list(kernels.items())[turn::2]:
+    for text, asked in list(kernels.items())[turn::4]:
         resources = nvrtc.compile(text, "sm_90a").resources
         assert (resources.spills, resources.stack_bytes) == (0, 0), asked
 

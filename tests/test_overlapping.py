@@ -99,7 +99,7 @@ def test_a_forward(edit, words):
 
 
 @pytest.mark.slow
-@pytest.mark.sampled("attention_forward, no wait", "combine, neither")
+@pytest.mark.sampled("combine, neither")
 @pytest.mark.parametrize("edit, words", [*of("attention_forward"), *of("combine")])
 def test_a_combination(edit, words):
     with pytest.raises(errors.NotComplete, match=words):

@@ -28,7 +28,7 @@ def check(w, page_size, edit=lambda text: text, **options):
     return result
 
 
-@pytest.mark.sampled("ampere-varlen", "hopper-padded")
+@pytest.mark.sampled("hopper-padded")
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [Padded(), Varlen()], ids=lambda layout: layout.name)
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -83,7 +83,7 @@ def test_every_step_of_whole_rows_counts(old, new):
     assert wrong
 
 
-@pytest.mark.sampled("ampere-tree", "hopper-document")
+@pytest.mark.sampled("hopper-document")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", sorted(shipped()))
 @pytest.mark.parametrize("pipeline", PIPELINES)
@@ -127,7 +127,7 @@ def test_packed_heads(layout):
     check(batch("causal", "hopper", packed=True, heads=4, q_offset="end", layout=layout, **lengths), 16)
 
 
-@pytest.mark.sampled(seed=(1,))
+@pytest.mark.sampled("hopper-1")
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [None, 1])
 @pytest.mark.parametrize("pipeline", PIPELINES)

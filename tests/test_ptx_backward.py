@@ -27,7 +27,7 @@ def test_a_nan_beside_a_number_gets_no_gradient(score):
     check(Backward(fg.variant(score=score), q_len=33, kv_len=40, head_dim=32))
 
 
-@pytest.mark.sampled("gpt_oss", "prefix_lm", "tree")
+@pytest.mark.sampled("gpt_oss", "tree")
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", SPECS)
 def test_every_spec(spec):
@@ -103,7 +103,7 @@ def test_a_p_that_is_rounded_before_ds_is_noticed(name):
 @pytest.mark.slow
 @pytest.mark.parametrize("spec", ("full", "sliding_window", "alibi", "relative_bias"))
 def test_deterministic(spec):
-    b = Backward(spec, deterministic=True)
+    b = Backward(spec, deterministic=True, q_len=100, kv_len=130)
     result = check(b)
     again = b.run(seed=5)
     for name in ("dq", "dk", "dv"):
@@ -132,9 +132,9 @@ def test_shapes(shape):
     check(Backward("causal_bottom_right", **shape))
 
 
-@pytest.mark.sampled("2")
+@pytest.mark.sampled("1")
 @pytest.mark.slow
-@pytest.mark.parametrize("seeds", [range(2), range(2, 5)], ids=len)
+@pytest.mark.parametrize("seeds", [range(1), range(1, 5)], ids=len)
 def test_any_order_of_warps_and_copies_is_right(seeds):
     b = Backward("sliding_window", q_len=70, kv_len=140)
     lockstep = b.run()

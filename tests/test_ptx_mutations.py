@@ -248,7 +248,7 @@ def test_hopper(name):
     assert found and found <= expected, found
 
 
-@pytest.mark.sampled("missing proxy fence", "dropped barrier before o takes the room of q")
+@pytest.mark.sampled("dropped barrier before o takes the room of q")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", STAGED)
 def test_hopper_with_staged_output(name):

@@ -63,14 +63,14 @@ def form(variant, head_dim=64):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("kv_len", [211, 212, 384])  # rows at odd places; a last tile that is none; whole tiles alone
 def test_rows_are_read_right(kv_len, name):
-    w = work(CASES[name], "hopper", kv_len=kv_len, batch=2 if name == "all" else 1, tile=(128, 64))
+    w = work(CASES[name], "hopper", kv_len=kv_len, q_len=100, batch=2 if name == "all" else 1, tile=(128, 64))
     assert isinstance(w.plan.specialized.score, ScoreByRow)
     assert w.wrong(w.run()) == ()
 
 
 @pytest.mark.slow
 def test_rows_of_packed_heads_and_of_three_warpgroups():
-    for options in ({"packed": True, "heads": 4, "q_len": 50}, {"tile": (192, 64), "q_len": 230, "kv_len": 240}):
+    for options in ({"packed": True, "heads": 4, "q_len": 50}, {"tile": (192, 64), "q_len": 150, "kv_len": 150}):
         w = work(CASES["longer"], "hopper", **options)
         assert w.wrong(w.run()) == ()
 
@@ -101,7 +101,7 @@ MUTATIONS = {
 
 
 @pytest.mark.slow
-@pytest.mark.sampled("beyond the last key", "elements swapped")
+@pytest.mark.sampled("elements swapped")
 @pytest.mark.parametrize("name", MUTATIONS)
 def test_mutations_are_noticed(name):
     variant = CASES["keys first" if name == "rows apart" else "heads"]
@@ -133,6 +133,7 @@ def test_what_is_read_by_row():
         assert {form(v) for v in variants} == {expected}
 
 
+@pytest.mark.sampled("3")
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [None, 3])
 def test_rows_of_sequences_with_lengths_of_their_own(monkeypatch, splits):

@@ -108,6 +108,7 @@ def test_packed_heads(layout):
     check(split_pages("causal", "hopper", 16, q_offset=first, layout=layout, **SHAPE, **PACKED), 3)
 
 
+@pytest.mark.sampled("hopper")
 @pytest.mark.slow
 @pytest.mark.parametrize("pipeline", PIPELINES)
 def test_a_sink_joins_once(pipeline):
