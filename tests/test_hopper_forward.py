@@ -223,7 +223,7 @@ def test_tiles_that_see_nothing_behind_one_that_does():
     assert w.wrong(w.run()) == ()
 
 
-#: Menus of the Hopper forward; CI compiles the first three.
+#: Menus of the Hopper forward.
 MENUS = (
     ("full", 64, "float16"),
     ("document", 64, "bfloat16"),
