@@ -95,11 +95,12 @@ def test_counters_of_launches_in_graphs(monkeypatch):
     tensors = inputs(gpu, q_len=200)  # more tiles than SMs
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: 7, raising=False)
     monkeypatch.setattr(memory, "_PLACES", 2)
-    cleared, real = [], memory.counters
-    monkeypatch.setattr(memory, "counters", lambda: cleared.append(real()) or cleared[-1])
+    captured, real = [], memory.of_graph
+    monkeypatch.setattr(memory, "of_graph", lambda index: captured.append(real(index)) or captured[-1])
     for captures in (False, True, True, True):
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda now=captures: now)
         check(attention(*tensors, causal_window, return_lse=True), causal_window, tensors)
-    assert len(cleared) == 1 and memory._of_graphs == {0: []}
-    assert not any(x.as_subclass(torch.Tensor).any() for x in (*memory._kept, *cleared))
+    (kept,), places = memory._kept, [counters.data_ptr() - memory._kept[0].data_ptr() for counters in captured]
+    assert sorted(places[:2]) == [0, memory._PLACE] and places[2] not in range(kept.nbytes) and not memory._of_graphs[0]
+    assert not any(x.as_subclass(torch.Tensor).any() for x in (kept, captured[2]))
     assert not memory._of_streams[0, 7][:2].as_subclass(torch.Tensor).any()

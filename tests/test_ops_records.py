@@ -106,7 +106,7 @@ def machine(monkeypatch):
         monkeypatch.setattr(torch, name, allocated(getattr(torch, name)))
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda index: fake.stream + index, raising=False)
     monkeypatch.setattr(memory, "empty_strided", allocate)
-    for name, value in (("_of_streams", {}), ("_of_graphs", {}), ("_free_counters", lambda index: [1 << 20])):
+    for name, value in (("_of_streams", {}), ("_of_graphs", {}), ("_free_counters", lambda index: [])):
         monkeypatch.setattr(memory, name, value)
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: fake.capturing)
     monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: current[-1], raising=False)

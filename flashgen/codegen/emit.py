@@ -27,7 +27,7 @@ from flashgen.codegen.split_keys import KeyCode
 from flashgen.codegen.variant_code import VariantCode, variant_code
 from flashgen.planning import split_keys
 from flashgen.planning.backward import lookups, word_lookups
-from flashgen.planning.members import Launches
+from flashgen.planning.members import MANY_TILES, Launches
 from flashgen.planning.pipelines.hopper import programs
 from flashgen.planning.plan import KernelPlan, SpecializedBackward, Tile
 from flashgen.planning.profile import profile
@@ -79,6 +79,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "of_block": BlockCode(plan.backward is not None and plan.backward.persistent),
         "order": OrderCode(plan),
         "scores": ScoresCode(plan.takes_first_keys, plan.packed),
+        "many_tiles": MANY_TILES,
         "work_alignment": programs.work_layout(plan.layout, split=plan.keys.split)[1],
         "combine": split_keys.combining(plan),
         "pages": PagesCode(plan.layout, scaled=plan.float8 is not None, whole_rows=plan.whole_rows),

@@ -216,11 +216,8 @@ class _Record:
             own = *own, *[start + place for place in self._places]
         addresses = at_q, at_k, at_v, o.data_ptr(), at_lse, *own, *captured
         if counts:
-            at_counters = memory.of_graph(index) if shared is None else shared.data_ptr()
-            if at_counters is None:
-                cleared = memory.counters()  # held until the launch
-                at_counters = cleared.data_ptr()
-            addresses = *addresses, at_counters
+            counters = memory.of_graph(index) if shared is None else shared
+            addresses = *addresses, counters.data_ptr()
         elif self._counted:
             addresses = *addresses, 0
         self._record(addresses, numbers, stream)

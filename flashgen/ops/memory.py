@@ -70,33 +70,31 @@ def of_stream(index: int, stream: int) -> torch.Tensor | None:
     return found
 
 
-def of_graph(index: int) -> int | None:
-    """The address of counters that one launch in a CUDA graph has to itself, 0 between its replays; None where there
-    are none left, as while a graph is captured nothing may be allocated and cleared.
+def of_graph(index: int) -> torch.Tensor:
+    """Counters that one launch in a CUDA graph has to itself, 0 between its replays.
 
-    They are never given back, as nothing tells when a graph is: 32 bytes a launch.
+    They are never given back, as nothing tells when a graph is: 32 bytes a launch.  While a graph is captured nothing
+    may be allocated and cleared: where none are left a kernel clears some before each replay, which takes 1 us more on
+    an H200.
     """
+    numbers = COUNTERS.amount // 4
     with _lock:
-        free = _of_graphs.get(index)
-        return free.pop() if free else None
+        if free := _of_graphs.get(index):
+            kept, first = free.pop()
+            return kept[first : first + numbers]
+    return empty_strided((numbers,), (1,), torch.int32).zero_()
 
 
-def counters() -> torch.Tensor:
-    """Counters of one launch, which a kernel clears before each: replays take 1 us longer on an H200."""
-    return empty_strided((COUNTERS.amount // 4,), (1,), torch.int32).zero_()
-
-
-def _free_counters(index: int) -> list[int]:
-    """Where counters of so many launches lie, which are 0 and stay allocated."""
+def _free_counters(index: int) -> list[tuple[torch.Tensor, int]]:
+    """Where counters of so many launches lie, which are 0 and stay allocated: a tensor, and from which element on."""
     _kept.append(_lasting(index, _PLACE * _PLACES, zero=True))
-    first = _kept[-1].data_ptr()
-    return list(range(first, first + _PLACE * _PLACES, _PLACE))
+    return [(_kept[-1], first) for first in range(0, _PLACE * _PLACES // 4, _PLACE // 4)]
 
 
 def _lasting(index: int, size: int, *, zero: bool) -> torch.Tensor:
     """So many bytes on GPU `index`, allocated by a thread of its own: torch may be told to give what this thread
-    allocates out of the pool of a CUDA graph (torch.compile does while it warms one up), where nothing may last, and
-    what this thread's stream does may be captured."""
+    allocates out of the pool of a CUDA graph (torch.compile does while it warms one up), where nothing may last.  With
+    `zero` they are 0 for whichever stream reads them."""
 
     def allocate() -> torch.Tensor:
         if torch._C._cuda_getDevice() != index:  # a new thread begins with GPU 0
@@ -121,5 +119,5 @@ def _aside() -> Iterator[None]:
 
 _lock = Lock()
 _of_streams: dict[tuple[int, int], torch.Tensor] = {}
-_of_graphs: dict[int, list[int]] = {}
+_of_graphs: dict[int, list[tuple[torch.Tensor, int]]] = {}
 _kept: list[torch.Tensor] = []

@@ -19,7 +19,7 @@ from flashgen.planning import backward, order, split_keys, summaries
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
 from flashgen.planning.layout import division
-from flashgen.planning.members import InTimeScheduler
+from flashgen.planning.members import MANY_TILES, InTimeScheduler
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, WARPGROUP_ROWS, Part, Specialized, rows_of
 from flashgen.planning.problem import ITEMSIZE
@@ -479,7 +479,7 @@ def _few_keys(plan: KernelPlan, problem: Problem, kv_splits: int) -> bool:
     of = plan.specialized
     if not isinstance(of, Specialized) or not isinstance(of.scheduler, InTimeScheduler):
         return False
-    return -(-problem.kv_len // plan.tile.kv) < of.scheduler.many_tiles * kv_splits
+    return -(-problem.kv_len // plan.tile.kv) < MANY_TILES * kv_splits
 
 
 def main_entry(plan: KernelPlan) -> str:

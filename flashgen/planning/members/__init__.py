@@ -62,6 +62,7 @@ from flashgen.planning.members.products import VAsStored as VAsStored
 from flashgen.planning.members.products import VTurnedOver as VTurnedOver
 from flashgen.planning.members.schedule import ENDS_BESIDE_NEXT as ENDS_BESIDE_NEXT
 from flashgen.planning.members.schedule import FIRST_TILE_WHOLE as FIRST_TILE_WHOLE
+from flashgen.planning.members.schedule import MANY_TILES as MANY_TILES
 from flashgen.planning.members.schedule import PACKED as PACKED
 from flashgen.planning.members.schedule import QUERIES as QUERIES
 from flashgen.planning.members.schedule import SENDS_TO_LOADER as SENDS_TO_LOADER

@@ -50,7 +50,6 @@ class InTimeScheduler:
     dynamic: ClassVar[bool] = True
     foresees: ClassVar[bool] = True  # where they see few keys
     in_time: ClassVar[bool] = True
-    many_tiles: ClassVar[int] = MANY_TILES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,7 +59,6 @@ class SequenceScheduler:
     template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
     foresees: ClassVar[bool] = False
-    many_tiles: ClassVar[int] = MANY_TILES
 
     in_time: bool = False  # as above
 
@@ -72,7 +70,6 @@ class PartScheduler:
     template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
     foresees: ClassVar[bool] = False
-    many_tiles: ClassVar[int] = MANY_TILES
 
     in_time: bool = False
 

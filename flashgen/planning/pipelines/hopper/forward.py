@@ -272,7 +272,8 @@ def smem(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
 def _tiles_and_messages(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     d, dv = boxed(request.head_dim), boxed(request.v_head_dim)
     room = max(d, dv) if _stored(c, request.layout, request.keys) else d
-    control = _control(c.tile.q, c.stages, c.q_stages, request.profile.hides, request.layout, request.keys)
+    masked, in_time = request.profile.hides, _in_time(c, request)
+    control = _control(c.tile.q, c.stages, c.q_stages, masked, in_time, request.layout, request.keys)
     return (
         staged("q", c.q_stages, c.tile.q, room),
         staged("k", c.stages, c.tile.kv, d),
@@ -297,10 +298,11 @@ def _folded(c: Candidate, columns: int) -> Part:
 
 
 @lru_cache
-def _control(tile_q: int, stages: int, q_stages: int, masked: bool, layout: Layout, keys: Keys) -> int:
+def _control(tile_q: int, stages: int, q_stages: int, masked: bool, in_time: bool, layout: Layout, keys: Keys) -> int:
     """Bytes of barriers and messages, which neither the size of tiles nor that of registers changes."""
     c = Candidate(tile=Tile(q=tile_q, kv=DEPTH), stages=stages, q_stages=q_stages)
-    found = _program(c, (BOX, BOX), (0, 0), masked=masked, ping_pong=False, layout=layout, keys=keys)
+    flags = {"masked": masked, "ping_pong": False, "in_time": in_time}
+    found = _program(c, (BOX, BOX), (0, 0), layout=layout, keys=keys, **flags)
     return found.control_bytes(programs.ALIGNMENT)
 
 
@@ -316,7 +318,7 @@ def program(c: Candidate, request: KernelRequest, *, ping_pong: bool) -> Program
         layout=layout,
         keys=keys,
         folded=fold(c, request).columns,
-        in_time=scheduler(c, request).in_time,
+        in_time=_in_time(c, request),
     )
 
 
@@ -330,7 +332,7 @@ def _program(
     layout: Layout,
     keys: Keys,
     folded: int = 0,
-    in_time: bool = False,
+    in_time: bool,
 ) -> Program:
     return programs.forward(
         tile=c.tile,
@@ -599,11 +601,16 @@ def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
     return MaskAsBits() if several and tight and isinstance(masks.form(c, request), MaskByElement) else None
 
 
+def _in_time(c: Candidate, request: KernelRequest) -> bool:
+    """Whether blocks take tiles of queries that see many keys in time."""
+    # Who sends visible tiles of keys one by one is two of them ahead, and leaves are short.
+    ahead = request.profile.hides or request.float8 is not None or isinstance(request.keys, Leaves)
+    return c.warpgroups == ALONE and not ahead
+
+
 def scheduler(c: Candidate, request: KernelRequest) -> Scheduler:
     """Who hands out tiles of queries."""
-    # Who sends visible tiles of keys one by one is two of them ahead, and leaves are short.
-    every = not (request.profile.hides or request.float8 or isinstance(request.keys, Leaves))
-    in_time = every and c.warpgroups == ALONE
+    in_time = _in_time(c, request)
     if request.layout.joined:
         return SequenceScheduler(in_time=in_time)
     if request.keys.turns and request.layout.own:
