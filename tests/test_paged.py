@@ -9,8 +9,7 @@ from ptx_attention import replace
 from flashgen.errors import PlanError
 from flashgen.interpreter.errors import Trap
 from flashgen.lang.load import load_spec, shipped
-from flashgen.lang.ranges import MAX_LENGTH
-from flashgen.planning.layout import DENSE, Padded, Paged, Varlen, division
+from flashgen.planning.layout import DENSE, Padded, Paged, Varlen
 from flashgen.planning.planner import backward_menu, menu
 from flashgen.runtime.philox import Dropout
 
@@ -159,16 +158,6 @@ def test_plans(arch):
             assert plans[0].pipeline == dense[0].pipeline
     with pytest.raises(PlanError, match="pages of a cache have no gradients"):
         backward_menu(load_spec("causal").bind(), arch, "bfloat16", 64, layout=Paged())
-
-
-def test_division_by_the_size_of_a_page():
-    rng = np.random.default_rng(0)
-    for page_size in (*range(1, 300), 1000, 4096, 65537, (1 << 23) + 1, MAX_LENGTH - 1):
-        magic, shift = division(page_size)
-        some = rng.integers(0, MAX_LENGTH, 200)
-        n = np.concatenate([some, some // page_size * page_size, np.maximum(some // page_size * page_size - 1, 0)])
-        assert magic < 1 << 31
-        assert np.array_equal(n * magic >> shift, n // page_size), page_size
 
 
 MUTATIONS = [

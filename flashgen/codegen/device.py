@@ -22,7 +22,7 @@ WRAPPERS = (
 )
 LIBRARY = (
     *("math", "float8", "swizzle", "softmax", "progress", "exact", "warp_sums", "rows", "philox"),
-    *("ring", "hopper_softmax", "hopper_epilogue", "range", "summary", "words"),
+    *("quotient", "ring", "hopper_softmax", "hopper_epilogue", "range", "summary", "words"),
 )
 FILES = (*WRAPPERS, *LIBRARY)
 

@@ -102,11 +102,13 @@ class PagesCode:
     @property
     def prefetch(self) -> str:
         """What the kernel begins with."""
-        if not self.layout.own:
-            return ""
-        if not self.paged:
-            return "\n  if (threadIdx.x / 32 == 1) prefetch_lengths(p);"
-        return "\n  if (threadIdx.x / 32 == 1) {\n    prefetch_lengths(p);\n    prefetch_pages(p);\n  }"
+        return "\n  if (threadIdx.x / 32 == 1) prefetch_lengths(p);" if self.layout.own else ""
+
+    @property
+    def prefetch_table(self) -> str:
+        """What the loader does while it waits for its first tile: before barriers are initialised, all would wait for
+        it."""
+        return "\n  if (threadIdx.x / 32 == 1) prefetch_pages(p);" if self.paged else ""
 
     @property
     def loader(self) -> str:

@@ -112,7 +112,7 @@ def fields_of(
     among `splits` blocks, `part_o` and `part_rows` are what these leave.  Of q, k and v those of 8 bits (`dtype` is
     that of o) have descales, whose `row` is a block of 1 << `block_log2` rows; `q_descale_heads` heads share one of q.
     Of k and v in whole rows `head_boxes` are those from a key head to the next.  Where tiles of queries are `ordered`
-    in this call, their `order` is there.
+    in this call, their `order` is there.  `quotient_by` divides by numbers `by_*`.
     """
     element = ELEMENT[dtype]
     mapped = specialized is not None
@@ -140,7 +140,13 @@ def fields_of(
     numbers += [*sequences.numbers, *head_boxes(whole_rows)]
     numbers += [*(f"{name}_block_log2" for name in scaled), *(["q_descale_heads"] if "q" in scaled else [])]
     numbers += ["ordered"] if ordered else []
-    return _members(variant, pointers, (*("o" if mapped else "qkvo"), *descales), numbers, dropout, sequences.strides)
+    divisors = [*sequences.divisors]
+    if specialized is not None and keys.split:
+        divisors += ["packs" if packed and name == "heads" else name for name in specialized.scheduler.divisors]
+        divisors += ["group", *(["splits"] if keys.turns and variant.mask is not None else [])]
+    words = [*(Field(name, "i64") for name in sequences.strides)]
+    words += [Field(f"by_{name}", "u64") for name in dict.fromkeys(divisors)]
+    return _members(variant, pointers, (*("o" if mapped else "qkvo"), *descales), numbers, dropout, words)
 
 
 @lru_cache(maxsize=256)
@@ -187,13 +193,13 @@ def _members(
     strided: Iterable[str],
     counts: Iterable[str],
     dropout: bool,
-    strides: Iterable[str] = (),
+    words_of_layout: Iterable[Field] = (),
 ) -> tuple[Field, ...]:
     """Those of one kernel, with what all of a variant take: scale, parameters, captured tensors, dropout."""
     tensors = variant.tensors
     pointers = [*pointers, *(Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors)]
     words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
-    words += [Field(name, "i64") for name in strides]
+    words += words_of_layout
     words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
     numbers = [*(Field(name, "int") for name in counts), Field("scale", "float")]
     for p in variant.params:

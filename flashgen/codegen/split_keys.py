@@ -12,7 +12,8 @@ _IN_TURN = """\
   // This part's tiles of 32 of which these are visible: it passes `others`, and p.splits - 1 after each of its own.
   DEVICE u32 in_turn(u32 visible, int& others) {
     const int lane = threadIdx.x % 32, rank = __popc(visible & ((1u << lane) - 1)) - others;
-    const u32 own = __ballot_sync(~0u, (visible >> lane & 1) && rank >= 0 && rank % p.splits == 0);
+    const bool of_this = rank >= 0 && rank == quotient_by(rank, p.by_splits) * p.splits;
+    const u32 own = __ballot_sync(~0u, (visible >> lane & 1) && of_this);
     others += __popc(own) * p.splits - __popc(visible);
     return own;
   }
@@ -45,6 +46,33 @@ class KeyCode:
     def leaf_tiles(self) -> int:
         """Tiles of a leaf."""
         return self.keys.keys // self.tile_kv if isinstance(self.keys, Leaves | FoldedLeaves) else 0
+
+    @property
+    def locate(self) -> str:
+        """The template of how a block finds a tile by its number, where it is one of as many for each head."""
+        return f"hopper/forward_locate_in_{'parts' if self.split else 'order'}.cu.j2"
+
+    @property
+    def kv_head(self) -> str:
+        """That of a tile of queries."""
+        return "quotient_by(work.h, p.by_group)" if self.split else "work.h / (p.heads / p.kv_heads)"
+
+    @property
+    def first_sent(self) -> str:
+        """What the scheduler waits for before it sends a tile: it finds the first one while others initialise barriers,
+        which short calls gain by."""
+        return "    if (work_ring.passed == 0) __syncthreads();\n" if self.split else ""
+
+    @property
+    def initialises(self) -> str:
+        """The thread that initialises barriers."""
+        return "64" if self.split else "0"
+
+    @property
+    def initialised(self) -> str:
+        """What awaits it."""
+        beside = "if (threadIdx.x >= 32) __syncthreads();  // the scheduler does so before it sends"
+        return beside if self.split else "__syncthreads();"
 
     # -- the kernel that combines parts
 

@@ -21,6 +21,7 @@ class Dense:
     numbers: ClassVar[tuple[str, ...]] = ()
     origins: ClassVar[tuple[str, ...]] = ()
     strides: ClassVar[tuple[str, ...]] = ()
+    divisors: ClassVar[tuple[str, ...]] = ()
 
     def starts(self, tile_q: int) -> int:
         """A position whose multiples are where tiles of so many queries start, if anywhere."""
@@ -38,6 +39,7 @@ class _Own:
     own: ClassVar[bool] = True
     paged: ClassVar[bool] = False
     strides: ClassVar[tuple[str, ...]] = ()
+    divisors: ClassVar[tuple[str, ...]] = ()
 
     def starts(self, tile_q: int) -> int:
         """Tiles start at any position: no multiple of this but 0 is one."""
@@ -83,11 +85,12 @@ class Paged(_Own):
 
     Kernels take the numbers of keys and the pages of each sequence in the order of positions: int32 [batch], or null,
     and [batch, most pages], whose rows lie `table_row` apart.  Entries of keys that a sequence does not have are never
-    read.  `page_magic` and `page_shift` divide a position by `page_size`; one copy moves `page_rows` rows.
+    read.  One copy moves `page_rows` rows.
     """
 
     paged: ClassVar[bool] = True
     strides: ClassVar[tuple[str, ...]] = ("table_row",)
+    divisors: ClassVar[tuple[str, ...]] = ("page_size",)
     queries: Padded | Varlen = Padded()
 
     @property
@@ -114,7 +117,7 @@ class Paged(_Own):
 
     @property
     def numbers(self) -> tuple[str, ...]:
-        return ("q_rows", "q_offset", *self.origins, "pages", "page_size", "page_rows", "page_magic", "page_shift")
+        return ("q_rows", "q_offset", *self.origins, "pages", "page_size", "page_rows")
 
     @property
     def origins(self) -> tuple[str, ...]:
@@ -128,16 +131,6 @@ DENSE = Dense()
 
 #: By the names that options have for them.
 LAYOUTS = {layout.name: layout for layout in (DENSE, Padded(), Varlen(), Paged(), Paged(queries=Varlen()))}
-
-#: What a position is multiplied by before the shift that divides it by a page's size has this many bits more than that.
-_POSITION_BITS = (MAX_LENGTH - 1).bit_length()
-
-
-def division(divisor: int) -> tuple[int, int]:
-    """(magic, shift) with n // divisor == n * magic >> shift for each position n (Granlund and Montgomery 1994)."""
-    shift = _POSITION_BITS + (divisor - 1).bit_length()
-    return -(-(1 << shift) // divisor), shift
-
 
 #: The position of the first query that stands for: the last query is beside the last key.
 AT_END = -1

@@ -18,11 +18,11 @@ from flashgen.codegen import params as members
 from flashgen.planning import backward, order, split_keys, summaries
 from flashgen.planning.arch import ARCHS, Arch
 from flashgen.planning.float8 import DESCALES, block_of
-from flashgen.planning.layout import division
 from flashgen.planning.members import MANY_TILES, InTimeScheduler
 from flashgen.planning.once import Remembered, once
 from flashgen.planning.plan import BOX_ROWS, ITEM, SWIZZLE, WARPGROUP_ROWS, Part, Specialized, rows_of
 from flashgen.planning.problem import ITEMSIZE
+from flashgen.planning.quotient import divisor
 from flashgen.tuples import new
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Cache:
 
     def numbers(self, tile_kv: int) -> tuple[int, ...]:
         """Those of _OF_CACHE: one copy moves the most rows that lie side by side in each page and in each tile."""
-        return self.pages, self.page_size, math.gcd(self.page_size, tile_kv), *division(self.page_size), self.table_row
+        return self.pages, self.page_size, math.gcd(self.page_size, tile_kv), divisor(self.page_size), self.table_row
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -197,9 +197,12 @@ _NUMBERS = (
     *("q_rows", "kv_rows", "q_offset", "splits", "q_start", "k_start", "scale"),
 )
 
+#: What kernels that split keys divide by beside these.
+_DIVISORS = ("by_q_tiles", "by_heads", "by_packs", "by_batch", "by_splits", "by_group")
+
 _ByTiles = tuple[tuple[LaunchGrid, ...], tuple[Part, ...], tuple[Part, ...], int]
 
-_OF_CACHE = ("pages", "page_size", "page_rows", "page_magic", "page_shift", "table_row")
+_OF_CACHE = ("pages", "page_size", "page_rows", "by_page_size", "table_row")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -261,7 +264,7 @@ def _outline(plan: KernelPlan) -> _Outline:
         strided = (*strided, "d_o", "dq", "dk", "dv")
     of_rows = {f.name for f in struct if f.name.endswith("_row")}
     strided = tuple(name for name in strided if f"{name}_row" in of_rows)  # TMA knows those of its tensors
-    names = [*_NUMBERS, *(f"param_{name}" for name in params)]
+    names = [*_NUMBERS, *(_DIVISORS if plan.keys.split else ()), *(f"param_{name}" for name in params)]
     names += (*_OF_CACHE, *members.head_boxes(plan.whole_rows)) if plan.layout.paged else ()
     names += _DROPOUT if plan.dropout else ()
     names += [*(f"{name}_block_log2" for name in scaled), *(["q_descale_heads"] if "q" in scaled else [])]
@@ -412,6 +415,8 @@ def make_launch(
     # In the order of _NUMBERS, and of what stands behind them.
     numbers: list[int | float] = [batch, heads, kv_heads, q_len, kv_len, q_tiles, kv_tiles, together * l2_unit]
     numbers += packs, pack_log2, q_rows, kv_rows, q_offset, kv_splits, 0, 0, scale
+    if plan.keys.split:
+        numbers += map(divisor, (q_tiles, heads, packs, batch, kv_splits, heads // kv_heads))
     if outline.params:
         numbers += [params[name] for name in outline.params]
     if plan.layout.paged:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flashgen.codegen.quantize import emit
-from flashgen.planning.layout import division
 from flashgen.planning.quantize import ELEMENT_BYTES, ROWS, QuantizePlan
+from flashgen.planning.quotient import divisor
 from flashgen.runtime import cache, driver, nvrtc
 
 #: Bytes of heads whose tiles are neighbours where tiles share scales: rows of a few heads lie side by side, and L2
@@ -90,17 +90,11 @@ class Sizes:
             "tiles_of_scale": self.tiles_of_scale,
             "scales": self.scales,
             "group": together,
-            "by_batch": _divides(self.heads * self.blocks),
-            "by_group": _divides(together * self.blocks),
-            "by_heads": _divides(together),
-            "by_scale": _divides(self.tiles_of_scale),
+            "by_batch": divisor(self.heads * self.blocks),
+            "by_group": divisor(together * self.blocks),
+            "by_heads": divisor(together),
+            "by_scale": divisor(self.tiles_of_scale),
         }
-
-
-def _divides(by: int) -> int:
-    """What a kernel takes quotients by a number with, in 64 bits: a factor, and above it how far the product shifts."""
-    factor, shift = division(by)
-    return factor | shift << 32
 
 
 def grid(plan: QuantizePlan, sizes: Sequence[Sizes], sms: int) -> int:

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Who hands out tiles of queries.  A block `foresees` its next one where it is not taken from a counter late.
+# Who hands out tiles of queries.  A block `foresees` its next one where it is not taken from a counter late.  Where
+# keys are split, a tile is found by quotients by `divisors`: a short call waits for it.
 
 #: Tiles of keys that are many for a tile of queries: the next one is then taken from the counter in time.
 MANY_TILES = 8
@@ -19,6 +20,7 @@ class DynamicScheduler:
 
     template: ClassVar[str] = "hopper/forward_dynamic_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    divisors: ClassVar[tuple[str, ...]] = ()
     foresees: ClassVar[bool] = False
     in_time: ClassVar[bool] = False
 
@@ -31,6 +33,7 @@ class StaticScheduler:
 
     template: ClassVar[str] = "hopper/forward_static_scheduler.cu.j2"
     dynamic: ClassVar[bool] = False
+    divisors: ClassVar[tuple[str, ...]] = ("q_tiles", "heads", "batch")
     foresees: ClassVar[bool] = True
     in_time: ClassVar[bool] = False
 
@@ -48,6 +51,7 @@ class InTimeScheduler:
 
     template: ClassVar[str] = "hopper/forward_in_time_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    divisors: ClassVar[tuple[str, ...]] = ("q_tiles", "heads", "batch")
     foresees: ClassVar[bool] = True  # where they see few keys
     in_time: ClassVar[bool] = True
 
@@ -58,6 +62,7 @@ class SequenceScheduler:
 
     template: ClassVar[str] = "hopper/forward_sequence_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    divisors: ClassVar[tuple[str, ...]] = ("splits", "heads")
     foresees: ClassVar[bool] = False
 
     in_time: bool = False  # as above
@@ -69,6 +74,7 @@ class PartScheduler:
 
     template: ClassVar[str] = "hopper/forward_part_scheduler.cu.j2"
     dynamic: ClassVar[bool] = True
+    divisors: ClassVar[tuple[str, ...]] = ("q_tiles", "heads")
     foresees: ClassVar[bool] = False
 
     in_time: bool = False

@@ -37,6 +37,10 @@ DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : 
 // A stored element as a float.
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
+// ---------------------------------------------------------------- quotients by numbers that the host knows
+// The lower half of `by` is multiplied, the upper is how far the product shifts.
+DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
+
 // ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one
 constexpr int HEAD_DIM = 128;
 constexpr int TILE = 128;  // rows of a tile
@@ -93,17 +97,14 @@ typedef float Rows[CHUNKS][8];
 
 DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
 
-// n over a number that the host knows: the lower half of `by` is multiplied, and the upper how far the product shifts.
-DEVICE int quotient(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
-
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile numbered(int n, const Params& p) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const Tensor& t = p.of[i];
     if (n < t.tiles) {
-      const int blocks = t.slots, batch = quotient(n, t.by_batch), rest = n - batch * (t.heads * blocks);
-      const int block = quotient(rest, t.by_heads);
+      const int blocks = t.slots, batch = quotient_by(n, t.by_batch), rest = n - batch * (t.heads * blocks);
+      const int block = quotient_by(rest, t.by_heads);
       return {i, batch, rest - block * t.heads, block * TILE};
     }
     n -= t.tiles;

@@ -76,6 +76,10 @@ DEVICE u32 atom_add(u32* counter, u32 x) {
 
 DEVICE void nanosleep(u32 duration) { asm volatile("nanosleep.u32 %0;" :: "r"(duration)); }
 
+// ---------------------------------------------------------------- quotients by numbers that the host knows
+// The lower half of `by` is multiplied, the upper is how far the product shifts.
+DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
+
 // ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one
 constexpr int HEAD_DIM = 128;
 constexpr int TILE = 128;  // rows of a tile
@@ -145,18 +149,15 @@ typedef float Rows[CHUNKS][8];
 
 DEVICE bool found(const Tile& at) { return at.tensor >= 0; }
 
-// n over a number that the host knows: the lower half of `by` is multiplied, and the upper how far the product shifts.
-DEVICE int quotient(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
-
 // The n-th tile.  Heads are neighbours: their rows often lie side by side, and share angles.
 DEVICE Tile tile_of(int n, const Params& p) {
 #pragma unroll
   for (int i = 0; i < 3; ++i) {
     const Tensor& t = p.of[i];
     if (n < t.tiles) {
-      const int blocks = (t.length + TILE - 1) / TILE, batch = quotient(n, t.by_batch), rest = n - batch * (t.heads * blocks);
-      const int groups = quotient(rest, t.by_group), within = rest - groups * (t.group * blocks);
-      const int block = quotient(within, t.by_heads);
+      const int blocks = (t.length + TILE - 1) / TILE, batch = quotient_by(n, t.by_batch), rest = n - batch * (t.heads * blocks);
+      const int groups = quotient_by(rest, t.by_group), within = rest - groups * (t.group * blocks);
+      const int block = quotient_by(within, t.by_heads);
       return {i, batch, groups * t.group + within - block * t.group, block * TILE};
     }
     n -= t.tiles;
@@ -340,7 +341,7 @@ DEVICE void store(const Rows& x, float peak, Shared& sm, const Tile& at, const T
 DEVICE Work work_on(const Tile& at, int codes, const Params& p) {
   if (!found(at)) return {at, codes};
   const Tensor& t = p.of[at.tensor];
-  const int number = at.row / TILE, of_head = quotient(number, t.by_scale), before = of_head * t.tiles_of_scale;
+  const int number = at.row / TILE, of_head = quotient_by(number, t.by_scale), before = of_head * t.tiles_of_scale;
   return {at, codes, (at.batch * t.heads + at.head) * t.scales + of_head, number - before,
           min(t.tiles_of_scale, (t.length + TILE - 1) / TILE - before)};
 }

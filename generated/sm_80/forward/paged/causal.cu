@@ -14,6 +14,7 @@
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef long long i64;
+typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
 // ---------------------------------------------------------------- fewer registers kept through a loop
@@ -56,6 +57,10 @@ DEVICE void mma_m16n8k16_bf16(float (&d)[4], const u32 (&a)[4], u32 b0, u32 b1) 
                : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
                : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
+
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
 
 // ---------------------------------------------------------------- arithmetic
 constexpr float LOG2E = 1.44269504088896340736f;
@@ -189,6 +194,10 @@ struct OnlineSoftmax {
   DEVICE float subtracted(int r) const { return row_max[r] == MINUS_INFINITY ? 0.f : row_max[r]; }
 };
 
+// ---------------------------------------------------------------- quotients by numbers that the host knows
+// The lower half of `by` is multiplied, the upper is how far the product shifts.
+DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
+
 // ---------------------------------------------------------------- what is known of a tile
 enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visible
 
@@ -227,6 +236,7 @@ struct Params {
   i64 o_head;
   i64 o_row;
   i64 table_row;
+  u64 by_page_size;
   int batch;
   int heads;
   int kv_heads;
@@ -239,8 +249,6 @@ struct Params {
   int pages;
   int page_size;
   int page_rows;
-  int page_magic;
-  int page_shift;
   float scale;
 };
 static_assert(sizeof(Params) == 240, "what the host packs");
@@ -336,7 +344,7 @@ struct InPage { int page, row; };  // where a key lies; page < 0: nowhere
 // A key of a sequence that has `keys` of them and this table.  Entries of others are never read.
 DEVICE InPage find_key(int key, int keys, const int* table, const Params& p) {
   if (key >= keys) return {-1, 0};
-  const int entry = (i64)key * p.page_magic >> p.page_shift;  // key / p.page_size
+  const int entry = quotient_by(key, p.by_page_size);
   return {__ldg(&table[entry]), key - entry * p.page_size};
 }
 

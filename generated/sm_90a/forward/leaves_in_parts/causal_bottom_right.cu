@@ -20,6 +20,10 @@ typedef unsigned long long u64;
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
+
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -243,6 +247,10 @@ DEVICE void exchange_lines(float (&x)[4]) {
   }
 }
 
+// ---------------------------------------------------------------- quotients by numbers that the host knows
+// The lower half of `by` is multiplied, the upper is how far the product shifts.
+DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
+
 // ---------------------------------------------------------------- rings of shared-memory stages
 // The two barriers of each stage.
 template <int STAGES> struct Pipe { u64 full[STAGES], empty[STAGES]; };
@@ -394,6 +402,7 @@ struct Params {
   i64 o_batch;
   i64 o_head;
   i64 o_row;
+  u64 by_group;
   int batch;
   int heads;
   int kv_heads;
@@ -404,7 +413,7 @@ struct Params {
   int splits;
   float scale;
 };
-static_assert(sizeof(Params) == 104, "what the host packs");
+static_assert(sizeof(Params) == 112, "what the host packs");
 
 // Tiles as TMA writes and wgmma reads them: boxes of 64 columns, rows of 128 bytes, swizzled.
 typedef bf16 QTile[(QK_COLUMNS + 63) / 64][64][64];  // the rows of one warpgroup
@@ -494,6 +503,7 @@ struct Scheduler {
   Ring<WORK_STAGES> work_ring = {};
 
   DEVICE void send(const Work& work) {
+    if (work_ring.passed == 0) __syncthreads();
     if (threadIdx.x == 0) {
       await_empty(shared.work_pipe, work_ring);
       shared.work[work_ring.stage()] = work;
@@ -643,7 +653,7 @@ struct Loader {
     while (true) {
       const Work work = receive();
       if (work.q_tile < 0) break;
-      if (work.visible) load_tiles(work, work.h / (p.heads / p.kv_heads));
+      if (work.visible) load_tiles(work, quotient_by(work.h, p.by_group));
     }
   }
 };
@@ -937,7 +947,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
                   const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
-  if (threadIdx.x == 0) {
+  if (threadIdx.x == 64) {
     for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
     init(shared.k_pipe, 4 * WARPGROUPS);
     init(shared.v_pipe, 4 * WARPGROUPS);
@@ -950,7 +960,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     prefetch_tensor_map(map_k);
     prefetch_tensor_map(map_v);
   }
-  __syncthreads();
+  if (threadIdx.x >= 32) __syncthreads();  // the scheduler does so before it sends
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 

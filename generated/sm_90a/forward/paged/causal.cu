@@ -25,6 +25,10 @@ DEVICE void renew_range(int& first, int& last) { asm volatile("" : "+r"(first), 
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
+// ---------------------------------------------------------------- mul.wide: all 64 bits of a product
+// In an instruction.  Of u64 whose upper halves are 0, the compiler adds up the partial products.
+DEVICE u64 mul_wide_u32(u32 a, u32 b) { u64 d; asm("mul.wide.u32 %0, %1, %2;" : "=l"(d) : "r"(a), "r"(b)); return d; }
+
 // ---------------------------------------------------------------- mbarrier: counts arrivals and bytes, a phase a round
 DEVICE void mbarrier_init(u64& barrier, int arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" :: "r"(shared_address(&barrier)), "r"(arrivals) : "memory");
@@ -286,6 +290,10 @@ DEVICE float lag_limit(float sum, float share, float most) {
   return row_sum == 0.f ? most : fminf(fmaxf(share * row_sum, 1.f), most);
 }
 
+// ---------------------------------------------------------------- quotients by numbers that the host knows
+// The lower half of `by` is multiplied, the upper is how far the product shifts.
+DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
+
 // ---------------------------------------------------------------- rings of shared-memory stages
 // The two barriers of each stage.
 template <int STAGES> struct Pipe { u64 full[STAGES], empty[STAGES]; };
@@ -463,6 +471,7 @@ struct Params {
   i64 o_head;
   i64 o_row;
   i64 table_row;
+  u64 by_page_size;
   int batch;
   int heads;
   int kv_heads;
@@ -476,8 +485,6 @@ struct Params {
   int pages;
   int page_size;
   int page_rows;
-  int page_magic;
-  int page_shift;
   int k_head_boxes;
   int v_head_boxes;
   float scale;
@@ -597,7 +604,7 @@ struct InPage { int page, row; };  // where a key lies; page < 0: nowhere
 // A key of a sequence that has `keys` of them and this table.  Entries of others are never read.
 DEVICE InPage find_key(int key, int keys, const int* table, const Params& p) {
   if (key >= keys) return {-1, 0};
-  const int entry = (i64)key * p.page_magic >> p.page_shift;  // key / p.page_size
+  const int entry = quotient_by(key, p.by_page_size);
   return {__ldg(&table[entry]), key - entry * p.page_size};
 }
 
@@ -605,7 +612,7 @@ DEVICE InPage find_key(int key, int keys, const int* table, const Params& p) {
 DEVICE void prefetch_pages(const Params& p) {
   constexpr int ENTRIES = 128 / sizeof(int);  // in a line of L2
   const int lane = threadIdx.x % 32, line = (blockIdx.x * 32 + lane) / p.batch, b = (blockIdx.x * 32 + lane) % p.batch;
-  const int entries = ((i64)(p.kv_len - 1) * p.page_magic >> p.page_shift) + 1;
+  const int entries = quotient_by(p.kv_len - 1, p.by_page_size) + 1;
   if (line * ENTRIES < entries) prefetch_l2(p.page_table + b * p.table_row + line * ENTRIES);
 }
 
@@ -1242,10 +1249,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
                   const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
-  if (threadIdx.x / 32 == 1) {
-    prefetch_lengths(p);
-    prefetch_pages(p);
-  }
+  if (threadIdx.x / 32 == 1) prefetch_lengths(p);
   if (threadIdx.x == 0) {
     for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
     init(shared.k_pipe, 4 * WARPGROUPS);
@@ -1261,6 +1265,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     prefetch_tensor_map(map_v);
   }
   __syncthreads();
+  if (threadIdx.x / 32 == 1) prefetch_pages(p);
   griddepcontrol_wait();
   griddepcontrol_launch_dependents();
 
