@@ -21,7 +21,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import division, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import LAYOUTS, Varlen
-from flashgen.planning.members import FoldedLeaves, FoldInMemory, FoldInShared, Leaves
+from flashgen.planning.members import NO_FOLD, FoldedLeaves, FoldInMemory, FoldInShared, Leaves
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -38,7 +38,10 @@ PARTS = FOLDED.in_parts
 #: Three leaves, the last of them not full.
 SHAPE = {"q_len": 70, "kv_len": 350}
 
-PLACES = (FoldInShared(columns=64), FoldInMemory(columns=0), FoldInMemory(columns=32))
+PLACES = (
+    *(FoldInShared(columns=64), FoldInShared(columns=48, held=8), FoldInShared(columns=0, held=32)),
+    *(FoldInMemory(columns=0), FoldInMemory(columns=32)),
+)
 
 
 @pytest.fixture(params=PLACES, ids=str)
@@ -79,7 +82,7 @@ def test_every_spec(spec):
         assert stored == getattr(counted, name), name
 
 
-@pytest.mark.sampled("FoldInMemory(columns=0)")
+@pytest.mark.sampled("FoldInMemory(columns=0)", "FoldInShared(columns=48, held=8)")
 @pytest.mark.slow
 def test_places(place):
     w, parts, found = of_both("causal_bottom_right", **SHAPE)
@@ -197,7 +200,9 @@ EDITS = {
 @pytest.mark.sampled("the first leaf is read")
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EDITS)
-def test_another_fold_is_noticed(name):
+def test_another_fold_is_noticed(name, monkeypatch):
+    # Registers begin with 0 in the interpreter, shared memory with NaN.
+    monkeypatch.setattr(hopper, "fold", lambda c, asked: PLACES[0] if asked.keys.folds else NO_FOLD)
     w, parts = in_order()
     try:
         found = w.run(EDITS[name])
@@ -261,8 +266,9 @@ def test_machine_code_keeps_to_its_plan(head_dim, spec, turn):
 def test_the_sum_of_shared_memory():
     """O of the leaves so far is a term of it, beside tiles, as long as it fits."""
     plan = fg.plan("full", arch="sm_90a", seqlen=8192, head_dim=128, invariant=True)
-    assert {part.name: part.amount for part in plan.smem}["folded"] == 128 * 128 * 4
-    assert plan.specialized.fold == FoldInShared(columns=128) and plan.smem_bytes <= 227 << 10
+    assert {part.name: part.amount for part in plan.smem}["folded"] == 128 * 64 * 4
+    assert {part.name: part.amount for part in plan.registers}["held"] == 32
+    assert plan.specialized.fold == FoldInShared(columns=64, held=32) and plan.smem_bytes <= 227 << 10
     wide = fg.plan("full", arch="sm_90a", seqlen=8192, head_dim=256, invariant=True)
     assert wide.specialized.fold == FoldInMemory(columns=64)
     assert {part.name: part.amount for part in wide.smem}["folded"] == 128 * 64 * 4
@@ -284,7 +290,7 @@ def test_who_folds():
     """A block, where blocks are enough for all SMs; else each leaf is a part, and so on the other pipeline."""
     problem, found = chosen(batch=2, q_len=8192, kv_len=8192)
     assert found.plan.keys == FoldedLeaves()
-    assert "a block folds those that its queries see, in shared" in found.why
+    assert "a block folds those that its queries see, in registers and shared" in found.why
     told = predict(found.plan, problem, Case(sizes=problem.sizes(), params={}, tensors={}), why_splits=found.why)
     assert told.workspaces == ()
     problem, found = chosen(head_dim=256, batch=2, q_len=8192, kv_len=8192)

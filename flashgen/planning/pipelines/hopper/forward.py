@@ -108,6 +108,10 @@ FEW_BYTES = 128 * KIB
 #: Columns in steps of which O of the leaves so far lies in shared memory.
 FOLD_COLUMNS = 32
 
+#: Registers in steps of which they hold O of the leaves so far, the most of them (48 at head_dim 96 took 1.08 of the
+#: time of none, 40 took 0.98), and what they leave of the estimated rest.
+HELD_STEP, MOST_HELD, SPARE_REGISTERS = 8, 40, 6
+
 #: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window`
 #: at head_dim 64 spilled 16 and 28 bytes.
 FOLD_REGISTERS, RUNS_REGISTERS = 4, 4
@@ -181,8 +185,9 @@ CAPPED_COLUMNS, CAP_VOTES, WIDE_CAP_VOTES = 192, 2, 4
 SIGNS_COLUMNS = range(96, 129)
 
 #: Registers wanted for the queries of a thread's two rows where heads are packed and mask or score use queries: none
-#: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left.
-PACKED_REGISTERS = 12
+#: follows from the other any more.  Kernels of 128 x 64 at head_dim 256 spilled with 10 left; where registers hold O of
+#: leaves, 40 of these fit beside them at head_dim 128 in place of 32.
+PACKED_REGISTERS, PACKED_BESIDE_HELD = 12, 8
 
 #: Registers of what leads to elements that a mask looks up of a query and a key.
 LOOKUP_REGISTERS = 8
@@ -283,13 +288,23 @@ def _tiles_and_messages(c: Candidate, request: KernelRequest) -> tuple[Part, ...
 
 
 def fold(c: Candidate, request: KernelRequest) -> Fold:
-    """Where a block keeps O of the leaves so far: as many columns in shared memory as fit."""
+    """Where a block keeps O of the leaves so far: in registers that nothing else needs, and as many columns in shared
+    memory as fit."""
     if not request.keys.folds:
         return NO_FOLD
-    columns = padded(request.v_head_dim)
+    held = _held(c, request)
+    columns = padded(request.v_head_dim) - 2 * held
     left = request.arch.smem_per_block - total(_tiles_and_messages(c, request))
     fit = left // (c.tile.q * FOLD_ITEM) // FOLD_COLUMNS * FOLD_COLUMNS
-    return FoldInShared(columns=columns) if columns <= fit else FoldInMemory(columns=max(0, fit))
+    return FoldInShared(columns=columns, held=held) if columns <= fit else FoldInMemory(columns=max(0, fit))
+
+
+def _held(c: Candidate, request: KernelRequest) -> int:
+    """Registers of a thread that may hold O of the leaves so far."""
+    if c.warpgroups != min(WARPGROUPS) or masks.cuts(c, request):
+        return 0
+    room = division(c, request)[1] - total(_needed(c, request)) - SPARE_REGISTERS
+    return max(0, min(room // HELD_STEP * HELD_STEP, MOST_HELD, padded(request.v_head_dim) // 2))
 
 
 def _folded(c: Candidate, columns: int) -> Part:
@@ -352,6 +367,13 @@ def _program(
 
 def registers(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
     """32-bit registers of a consumer's thread: S of one tile is on its way while P of the one before is multiplied."""
+    held = fold(c, request).held
+    why = f"{ROWS} x {2 * held} float32 of O of the leaves so far"
+    return (*_needed(c, request), *((Part(name="held", amount=held, why=why),) if held else ()))
+
+
+def _needed(c: Candidate, request: KernelRequest) -> tuple[Part, ...]:
+    """Those that no other place could hold."""
     asked, dv = request.profile, padded(request.v_head_dim)
     parts = [
         Part(name="o", amount=dv // 2, why=f"{ROWS} x {dv} float32 over 128 threads"),
@@ -633,7 +655,9 @@ def packed(plan: KernelPlan) -> KernelPlan | None:
     """
     registers = plan.registers
     if profile(plan.variant).uses_query:
-        registers += (Part(name="packed", amount=PACKED_REGISTERS, why="the queries of two rows"),)
+        holds = plan.specialized is not None and plan.specialized.fold.held > 0
+        amount = PACKED_BESIDE_HELD if holds else PACKED_REGISTERS
+        registers += (Part(name="packed", amount=amount, why="the queries of two rows"),)
         if total(registers) > (plan.program.consumer_registers or find(plan.arch).registers_per_thread):
             return None
     return replace(plan, registers=registers, rows=PACKED)

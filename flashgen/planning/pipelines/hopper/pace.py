@@ -81,8 +81,9 @@ def _fold_clocks(plan: KernelPlan, arch: Arch) -> float:
     """Clocks of a score in which O of the leaves so far is read and written, once a leaf."""
     if not isinstance(plan.keys, FoldedLeaves):
         return 0.0
-    there, l2_bytes = _layout(plan).fold.columns, arch.l2_bytes_per_s / arch.sms / arch.clock_hz
-    clocks = there / SHARED_BYTES + (plan.padded_v_head_dim - there) / l2_bytes
+    fold, l2_bytes = _layout(plan).fold, arch.l2_bytes_per_s / arch.sms / arch.clock_hz
+    elsewhere = plan.padded_v_head_dim - fold.columns - 2 * fold.held
+    clocks = fold.columns / SHARED_BYTES + elsewhere / l2_bytes
     return 2 * FOLD_ITEM * clocks / plan.keys.keys
 
 

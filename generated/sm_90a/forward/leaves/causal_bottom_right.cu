@@ -4,11 +4,11 @@
 // visible  k <= q + kv_len - q_len
 // plan     hopper on sm_90a, bfloat16, head_dim 128
 // tile     128 queries x 128 keys, 2 stages, q in shared memory
-// roles    1 scheduler, 1 loader, 2 idle warps of 40 registers per thread; 8 consumer warps of 232
+// roles    1 scheduler, 1 loader, 1 storer, 1 idle warp of 40 registers per thread; 8 consumer warps of 232
 // launch   overlapping: each kernel of a call starts while the one before it on the stream ends, and waits for it
-// shared   q 32768 + k 65536 + v 65536 + control 1024 + folded 65536 = 230400 bytes
+// shared   q 65536 + k 65536 + v 65536 + control 1024 + folded 32768 = 230400 bytes
 // made by  flashgen emit causal_bottom_right --arch sm_90a --pipeline hopper --dtype bfloat16 --head-dim 128
-//          --tile 128x128 --stages 2 --q-stages 1 --invariant
+//          --tile 128x128 --stages 2 --q-stages 2 --invariant
 
 // ---------------------------------------------------------------- types
 #define DEVICE __device__ __forceinline__
@@ -66,6 +66,25 @@ DEVICE void tma_load_4d(void* shared, const TensorMap& map, u64& barrier, int c0
                   "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
 }
 
+// A box of shared memory to these coordinates of a tensor; what lies outside the tensor is not written.
+DEVICE void tma_store_4d(const TensorMap& map, const void* shared, int c0, int c1, int c2, int c3) {
+  asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+               :: "l"(&map), "r"(shared_address(shared)), "r"(c0), "r"(c1), "r"(c2), "r"(c3) : "memory");
+}
+
+DEVICE void bulk_commit_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Waits until at most N of this thread's groups have yet to read shared memory.
+template <int N> DEVICE void bulk_wait_group_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" :: "n"(N) : "memory");
+}
+
+// Waits until at most N of this thread's groups are on their way.
+template <int N> DEVICE void bulk_wait_group() { asm volatile("cp.async.bulk.wait_group %0;" :: "n"(N) : "memory"); }
+
+// Shows what this thread wrote to shared memory to TMA and wgmma.
+DEVICE void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
 // ---------------------------------------------------------------- setmaxnreg: registers change hands
 template <int REGISTERS> DEVICE void setmaxnreg_inc() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" :: "n"(REGISTERS));
@@ -73,6 +92,11 @@ template <int REGISTERS> DEVICE void setmaxnreg_inc() {
 
 template <int REGISTERS> DEVICE void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" :: "n"(REGISTERS));
+}
+
+// ---------------------------------------------------------------- named barriers: 16 a block, 0 is __syncthreads
+DEVICE void bar_sync(int barrier, int threads) {
+  asm volatile("bar.sync %0, %1;" :: "r"(barrier), "r"(threads) : "memory");
 }
 
 // ---------------------------------------------------------------- griddepcontrol: kernels that start before others end
@@ -358,20 +382,10 @@ template <int N> DEVICE void multiply_rows(float (&o)[N], const float (&factor)[
 }
 
 // ---------------------------------------------------------------- from the registers of wgmma to rows
-// Lane i of four gets word i of each of them, in their order.
-DEVICE void transpose_quad(u32 (&word)[4]) {
-#pragma unroll
-  for (int distance = 1; distance < 4; distance *= 2) {
-    const bool upper = threadIdx.x & distance;
-#pragma unroll
-    for (int j = 0; j < 4; j++)
-      if ((j & distance) == 0) {
-        u32 &low = word[j], &high = word[j + distance];
-        const u32 other = __shfl_xor_sync(~0u, upper ? low : high, distance);
-        if (upper) low = other;
-        else high = other;
-      }
-  }
+// Four 8 x 8 blocks, two side by side above two: lane l gives the row l % 16 of the left (l < 16) or right blocks.
+DEVICE void stmatrix_x4(void* row, u32 left, u32 left_below, u32 right, u32 right_below) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+               :: "r"(shared_address(row)), "r"(left), "r"(left_below), "r"(right), "r"(right_below) : "memory");
 }
 
 // ---------------------------------------------------------------- what is known of a tile
@@ -381,10 +395,11 @@ enum TileClass { EMPTY, PARTIAL, FULL };  // no, some, all of its pairs are visi
 constexpr int WARPGROUPS = 2, TILE_Q = 64 * WARPGROUPS, TILE_KV = 128;  // rows of q and o, and of k and v, in a tile
 constexpr int V_HEAD_DIM = 128;  // columns of v and o
 constexpr int QK_COLUMNS = 128, V_COLUMNS = 128;  // of q and k, and of v and o, in a product: whole steps of 16
-constexpr int STAGES = 2, Q_STAGES = 1;  // tiles of k and of v, and of q, in shared memory
+constexpr int STAGES = 2, Q_STAGES = 2;  // tiles of k and of v, and of q, in shared memory
 constexpr int LEAF_TILES = 8;  // tiles of keys that one part is made of: a leaf
 constexpr int WORK_STAGES = 4;  // tiles of queries known
 constexpr int THREADS = 128 + 128 * WARPGROUPS;
+constexpr int O_BARRIER = 4;  // a named barrier for each warpgroup, from this id on
 constexpr float SHARE = 0.0625f;  // of what a row has added up: a key with more moves its maximum, and O is rescaled
 constexpr float MOST = 0x1p64f;  // P that moves it in any case
 constexpr int PRODUCER_REGISTERS = 40, CONSUMER_REGISTERS = 232;
@@ -416,7 +431,9 @@ typedef bf16 KTile[(QK_COLUMNS + 63) / 64][TILE_KV][64];
 
 typedef bf16 VTile[(V_COLUMNS + 63) / 64][TILE_KV][64];
 
-struct QorO { QTile q; };
+typedef bf16 OTile[(V_COLUMNS + 63) / 64][64][64];
+
+union QorO { QTile q; OTile o; };  // o after the last product with q
 
 // A tile of queries, and whether they see any key; q_tile < 0: there is none left.
 struct alignas(16) Work { int q_tile, h, b, visible; };
@@ -428,12 +445,13 @@ struct alignas(1024) Shared {
   QorO q_or_o[Q_STAGES][WARPGROUPS];
   KTile k[STAGES];
   VTile v[STAGES];
-  float4 folded[WARPGROUPS][16][128];  // O of the leaves so far
+  float4 folded[WARPGROUPS][8][128];  // O of the leaves so far
   Work work[WORK_STAGES];
   Step next[2], step[STAGES];  // what to load next, what k holds
   Pipe<2> next_pipe;
   Pipe<WORK_STAGES> work_pipe;
   Pipe<Q_STAGES> q_pipe[WARPGROUPS];
+  u64 o_full[Q_STAGES][WARPGROUPS];
   Pipe<STAGES> k_pipe, v_pipe;
 };
 static_assert(sizeof(Shared) == 230400, "what the plan counted");
@@ -645,6 +663,38 @@ struct Loader {
   }
 };
 
+// ---------------------------------------------------------------- storer: one thread that copies tiles of O to memory
+struct Storer {
+  Shared& shared;
+  const TensorMap& map_o;
+  Ring<WORK_STAGES> work_ring = {};
+  Ring<Q_STAGES> o_ring = {};
+
+  DEVICE void run() {
+    while (true) {
+      await_full(shared.work_pipe, work_ring);
+      const Work work = shared.work[work_ring.stage()];
+      release(shared.work_pipe, work_ring);
+      work_ring.passed++;
+      if (work.q_tile < 0) break;
+      if (!work.visible) continue;
+      const int stage = o_ring.stage();
+#pragma unroll 1
+      for (int w = 0; w < WARPGROUPS; w++) {
+        mbarrier_wait(shared.o_full[stage][w], o_ring.parity());
+#pragma unroll
+        for (int d = 0; d < V_COLUMNS; d += 64)
+          tma_store_4d(map_o, shared.q_or_o[stage][w].o[d / 64], d, work.q_tile * TILE_Q + w * 64, work.h, work.b);
+        bulk_commit_group();
+        bulk_wait_group_read<0>();
+        mbarrier_arrive(shared.q_pipe[w].empty[stage]);
+      }
+      o_ring.passed++;
+    }
+    bulk_wait_group<0>();
+  }
+};
+
 // ---------------------------------------------------------------- consumers: a warpgroup owns 64 rows of the tile
 typedef float S[TILE_KV / 2];
 
@@ -808,7 +858,6 @@ struct Consumer {
     before[1] = state.row_max[1];
     moved = __ballot_sync(~0u, follow(state.row_max, highest, scale, limit));
     release(shared.k_pipe, k_ring, moved & 1);
-    if (last == 2) release(shared.q_pipe[warpgroup], q_ring, moved & 1);
     k_ring.passed++;
     exponentiate_rows(s, scale, state.row_max, added);
   }
@@ -848,8 +897,9 @@ struct Consumer {
 
   DEVICE RowState nothing_folded() { return {{MINUS_INFINITY, MINUS_INFINITY}, {0.f, 0.f}}; }
 
+  float4 held[8];  // of O of the leaves so far
   // Where four elements of O of the leaves so far lie: each thread has its own, so that none waits.
-  DEVICE float4& folded_o(int i) { return shared.folded[warpgroup][i][threadIdx.x % 128]; }
+  DEVICE float4& folded_o(int i) { return i < 8 ? held[i] : shared.folded[warpgroup][i - 8][threadIdx.x % 128]; }
 
   // What O of a leaf and that of the leaves behind it are multiplied by: found under products.
   DEVICE void weigh(const RowState& leaf, Weights (&weights)[2]) {
@@ -990,23 +1040,21 @@ struct Consumer {
       factor[r] = sum == 0.f ? 0.f : rcp(sum);
     }
     multiply_rows(o, factor);
-    // The four lanes of a row transpose 4 x 4 words, so that each writes 16 bytes and they 64 in a row.
-    const int lane = threadIdx.x % 4;
-    bf16* const out = output(work, q) + lane * 8;
+    // Into the shared memory of q, in rows as TMA reads them, when no warp of the warpgroup multiplies by q any more.
+    const Ring<Q_STAGES> at = {q_ring.passed - 1};
+    bar_sync(O_BARRIER + warpgroup, 128);
+    OTile& to = shared.q_or_o[at.stage()][warpgroup].o;
+    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane % 16;
 #pragma unroll
-    for (int r = 0; r < 2; r++)
-#pragma unroll
-      for (int d = 0; d < V_COLUMNS; d += 32) {
-        u32 word[4];
-#pragma unroll
-        for (int j = 0; j < 4; j++) {
-          const int i = d / 2 + 4 * j + 2 * r;
-          word[j] = i < V_COLUMNS / 2 ? cvt_bf16x2(o[i], o[i + 1]) : 0;
-        }
-        transpose_quad(word);
-        if (q + 8 * r < p.q_len && d + lane * 8 < V_HEAD_DIM)
-          *(Chunk*)(out + 8 * r * p.o_row + d) = {{word[0], word[1], word[2], word[3]}};
-      }
+    for (int d = 0; d < V_COLUMNS; d += 16) {
+      const int i = d / 2, chunk = (d % 64 / 8 + lane / 16) ^ r % 8;
+      stmatrix_x4(&to[d / 64][r][chunk * 8], cvt_bf16x2(o[i], o[i + 1]), cvt_bf16x2(o[i + 2], o[i + 3]),
+                  cvt_bf16x2(o[i + 4], o[i + 5]), cvt_bf16x2(o[i + 6], o[i + 7]));
+    }
+    fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared.o_full[at.stage()][warpgroup]);
+    // Behind O, as the fence there waits for stores to memory too.
 #pragma unroll
     for (int r = 0; r < 2; r++)
       if (q + 8 * r < p.q_len) store_lse(work, q + 8 * r, lse[r]);
@@ -1016,14 +1064,18 @@ struct Consumer {
 // ---------------------------------------------------------------- kernel: FlashAttention-3 (Shah et al. 2024)
 extern "C" __global__ void __launch_bounds__(THREADS, 1)
 attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant__ TensorMap map_k,
-                  const __grid_constant__ TensorMap map_v, const __grid_constant__ Params p) {
+                  const __grid_constant__ TensorMap map_v, const __grid_constant__ TensorMap map_o,
+                  const __grid_constant__ Params p) {
   extern __shared__ __align__(1024) unsigned char memory[];
   Shared& shared = *(Shared*)memory;
   if (threadIdx.x == 0) {
-    for (int w = 0; w < WARPGROUPS; w++) init(shared.q_pipe[w], 4);
+    for (int w = 0; w < WARPGROUPS; w++) {
+      init(shared.q_pipe[w], 1);
+      for (int stage = 0; stage < Q_STAGES; stage++) mbarrier_init(shared.o_full[stage][w], 4);
+    }
     init(shared.k_pipe, 4 * WARPGROUPS);
     init(shared.v_pipe, 4 * WARPGROUPS);
-    init(shared.work_pipe, 4 * WARPGROUPS + 1);
+    init(shared.work_pipe, 4 * WARPGROUPS + 2);
     init(shared.next_pipe, 1);
     fence_mbarrier_init();
   }
@@ -1041,6 +1093,7 @@ attention_forward(const __grid_constant__ TensorMap map_q, const __grid_constant
     setmaxnreg_dec<PRODUCER_REGISTERS>();
     if (threadIdx.x < 32) Scheduler{shared, p}.run();
     else if (threadIdx.x == 32) Loader{shared, map_q, map_k, map_v, p}.run();
+    if (threadIdx.x == 64) Storer{shared, map_o}.run();
   } else {
     setmaxnreg_inc<CONSUMER_REGISTERS>();
     Consumer{shared, p, warpgroup - 1}.run();
