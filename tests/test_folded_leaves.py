@@ -107,6 +107,24 @@ def test_forms_of_kernels(shape):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    "shape",
+    [{"tile": (192, 64)}, {"tile": (192, 128), "keys": 256}, {"tile": (192, 64), "dtype": "float16", "kv_len": 300}],
+    ids=["192x64", "192x128", "float16"],
+)
+@pytest.mark.sampled("192x64")
+def test_first_tiles_as_seen(shape):
+    """On the diagonal warpgroups leave out keys and tiles that they see none of: no bit changes."""
+    shape = {"heads": 1, "q_len": 450, "kv_len": 450} | shape
+    folded = FoldedLeaves(keys=shape.pop("keys", 128))
+    parts, w = (split_work("causal", "hopper", keys, **shape) for keys in (folded.in_parts, folded))
+    assert w.plan.takes_first_keys and not parts.plan.takes_first_keys
+    found = w.run()
+    assert differing(found, parts.run(kv_splits=folded.in_parts.number(w.problem.kv_len))) == 0
+    assert w.wrong(found) == () and found.report.conflicts == []
+
+
+@pytest.mark.slow
 def test_rows_and_tiles_that_see_nothing():
     """Of the first 60 queries no key, and two whole tiles of queries; leaves behind the last key."""
     _, parts, found = of_both("causal_bottom_right", heads=1, q_len=300, kv_len=150)

@@ -250,6 +250,16 @@ class KeyCode:
         return "" if self.keys.folds else "; true if it is the last too"
 
     @property
+    def begin_kept(self) -> str:
+        """What stands before a call of it whose caller gives the same."""
+        return "" if self.keys.folds else "const bool last = "
+
+    @property
+    def begin_given(self) -> str:
+        """How the caller gives it."""
+        return "" if self.keys.folds else "    return last;\n"
+
+    @property
     def begin_step(self) -> str:
         """What is kept of its step before the softmax."""
         return "\n    last = step.last;" if self.keys.folds else ""

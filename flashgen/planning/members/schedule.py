@@ -92,6 +92,7 @@ class FirstTileWhole:
 
     alone: ClassVar[str] = "hopper/forward_first_alone.cu.j2"
     beside: ClassVar[str] = "hopper/forward_first_beside.cu.j2"
+    next_leaf: ClassVar[str] = "hopper/forward_next_leaf.cu.j2"
     keys: ClassVar[int] = 0
 
 
@@ -105,6 +106,7 @@ class FirstTileAsSeen:
 
     alone: ClassVar[str] = "hopper/forward_first_seen_alone.cu.j2"
     beside: ClassVar[str] = "hopper/forward_first_seen_beside.cu.j2"
+    next_leaf: ClassVar[str] = "hopper/forward_next_leaf_seen.cu.j2"
     keys: int
     passes: bool
 

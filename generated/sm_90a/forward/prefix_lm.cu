@@ -943,7 +943,7 @@ struct Consumer {
   // Whether this warpgroup's queries see more of a tile than its first keys.
   DEVICE bool sees_more(const Step& step) { return !(step.masked >> (2 * warpgroup + 2) & 1); }
 
-  // P of the first tile of a schedule, of all its keys or of the first alone; true if it is the last.
+  // P of the first tile of a schedule, of all its keys or of the first alone; true if it is the last too.
   template <int N> DEVICE bool begin_alone(Ring<WORK_STAGES> at) {
     float s[N];
     issue_qk(s);

@@ -578,7 +578,12 @@ def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
     # warpgroups then visit 9 tiles in step, and half a tile less of one of them cost 3% (head_dim 128, an H200).
     passes = c.tile.q > c.tile.kv
     in_step = not passes and all(term.zone.d_hi or term.zone.k_hi for term in request.profile.facts.visible)
-    if alone or tight or in_step or request.keys != ALL_KEYS or not request.profile.ends_at_query:
+    # Of leaves where three warpgroups take turns: with two, what leaves weigh is found under the first product.  A
+    # diagonal that lengths or parameters place takes registers: `causal_bottom_right` spilled 8 bytes at head_dim 64.
+    bounds = [bound for term in request.profile.facts.visible for bound in term.zone.nodes()]
+    plain = len(bounds) == 1 and bounds[0].op == "const" and c.warpgroups > min(WARPGROUPS)
+    whole = request.keys.split or (request.keys.folds and not plain)
+    if alone or tight or in_step or whole or not request.profile.ends_at_query:
         return FIRST_TILE_WHOLE
     return FirstTileAsSeen(keys=keys, passes=passes)
 
