@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from cli import flashgen
 
+import flashgen as fg
 from flashgen.lang.load import shipped
 
 WHAT = {"variant", "arch", "pipeline", "tile", "stages", "warps", "roles", "smem_bytes", "registers_estimate"}
@@ -228,10 +229,22 @@ def test_a_batch_is_that_of_the_lengths():
         assert f"batch is {batch} and q_lengths names 3 sequences\n  nearest: batch 3, or none" in err
 
 
+def test_sequences_without_lengths_are_alike():
+    """As a call that gives none: they are not split for one that may be longer."""
+    asked = ("causal", "--arch", "sm_90a", "--layout", "padded", "--batch", 32, "--heads", 32, "--kv-heads", 8)
+    asked += ("--seqlen", 1, "--kv-seqlen", 8192, "--q-offset", "end")
+    named = ",".join(["8192"] * 32)
+    alike, may_differ = (flashgen("plan", *asked, *more).out for more in ((), ("--kv-lengths", named)))
+    assert "may be longer than others" in may_differ and "may be longer" not in alike
+    sizes = {"batch": 32, "heads": 32, "kv_heads": 8, "arch": "sm_90a", "layout": "padded"}
+    assert not fg.plan("causal", seqlen=1, kv_seqlen=8192, **sizes).keys.split
+    assert fg.plan("causal", q_lengths=[1] * 32, kv_lengths=[8192] * 32, **sizes).keys.split
+
+
 @pytest.mark.parametrize("option", ["--q-lengths", "--kv-lengths", "--q-offset"])
 @pytest.mark.parametrize("text", ["9" * 5000, "\u0663", "1,,2", "-1"])
 def test_what_is_no_length_is_refused(option, text):
     err = flashgen("plan", "causal", "--arch", "sm_80", "--layout", "padded", f"{option}={text}", code=2).err
-    assert (
-        f"{option}: '" in err and f"is no whole number from 0 on of at most 9 digits\n  nearest: {option} 4096" in err
-    )
+    other = " or end" if option == "--q-offset" else ""
+    cure = f"is no whole number from 0 on of at most 9 digits\n  nearest: {option} 4096{other}\n"
+    assert f"{option}: '" in err and cure in err

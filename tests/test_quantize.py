@@ -290,6 +290,15 @@ def test_refusals(change, options, error, says):
         flashgen.quantize(q, k, v[:, :, change.get("rows", 0) :], **options)
 
 
+@pytest.mark.parametrize(("heads", "kv_heads", "nearest"), [(3, 2, 2), (1, 2, 2), (5, 2, 4), (2, 0, None)])
+def test_heads_that_share_no_keys_are_refused(heads, kv_heads, nearest):
+    q, k = (torch.randn(1, n, 20, 64, dtype=torch.bfloat16) for n in (heads, kv_heads))
+    cure = "$" if nearest is None else f"\n  nearest: {nearest} heads of q"
+    says = f"{heads} heads of q cannot share {kv_heads} kv_heads: heads must be a multiple of kv_heads{cure}"
+    with pytest.raises(LaunchError, match=says):
+        flashgen.quantize(q, k, k)
+
+
 @pytest.mark.filterwarnings("ignore")  # torch's, of prototypes
 def test_nested_and_sparse_tensors_are_refused():
     q, k, v = inputs(20)

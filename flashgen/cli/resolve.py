@@ -78,13 +78,18 @@ class Lengths:
     q_offset: str
     page_size: int | None = None
 
+    @property
+    def alike(self) -> bool:
+        """Whether all are as long as the problem says, as a call without lengths tells."""
+        return self.q is self.kv is None
+
     def of(self, request: Request, problem: Problem) -> tuple[OwnLengths, ...]:
         """Those of a batch, of the sizes that a request names, or of the problem's where no lengths are given; raises
         PlanError for what is no length, and for sizes that are not those of the lengths."""
         from flashgen.planning.layout import AT_END
         from flashgen.planning.traffic_sequences import own_lengths
 
-        first = AT_END if self.q_offset == "end" else _whole("--q-offset", self.q_offset)
+        first = AT_END if self.q_offset == "end" else _whole("--q-offset", self.q_offset, " or end")
         q, kv = (_numbers(name, text) for name, text in (("--q-lengths", self.q), ("--kv-lengths", self.kv)))
         if q is None and kv is None:
             return own_lengths(problem.batch, problem.q_len, problem.kv_len, q, kv, first)
@@ -95,10 +100,11 @@ def _numbers(name: str, text: str | None) -> tuple[int, ...] | None:
     return None if text is None else tuple(_whole(name, one) for one in text.split(","))
 
 
-def _whole(name: str, text: str) -> int:
-    """A number that is not negative."""
+def _whole(name: str, text: str, other: str = "") -> int:
+    """A number that is not negative.  A refusal names what `other` words the option takes."""
     if re.fullmatch("[0-9]{1,9}", text := text.strip()) is None:
-        raise PlanError(f"{name}: {text!r} is no whole number from 0 on of at most 9 digits\n  nearest: {name} 4096")
+        cure = f"{name} 4096{other}"
+        raise PlanError(f"{name}: {text!r} is no whole number from 0 on of at most 9 digits\n  nearest: {cure}")
     return int(text)
 
 
@@ -191,6 +197,7 @@ def resolve(
             params=params,
             layout=asked.layout,
             invariant=which.invariant,
+            alike=lengths is not None and lengths.alike and not (asked.layout.joined or asked.layout.paged),
         )
     return Resolved(
         variant=variant,
