@@ -21,7 +21,7 @@ from flashgen.lang.load import load_spec, shipped
 from flashgen.planning import division, planner
 from flashgen.planning.arch import ARCHS
 from flashgen.planning.layout import LAYOUTS, Varlen
-from flashgen.planning.members import NO_FOLD, FoldedLeaves, FoldInMemory, FoldInShared, Leaves
+from flashgen.planning.members import NO_FOLD, FoldedLeaves, FoldInMemory, FoldInShared, Leaves, ScoreNearZero
 from flashgen.planning.pipelines.hopper import forward as hopper
 from flashgen.planning.problem import Problem
 from flashgen.planning.request import KernelRequest
@@ -82,6 +82,21 @@ def test_every_spec(spec):
         assert stored == getattr(counted, name), name
 
 
+@fg.variant().score
+def near(s, b, h, q, k):
+    """Whose small arguments of tanh have a formula of their own, where registers are left for it."""
+    return 20.0 * fg.tanh(s / 20.0) + 0.01 * (k - q)
+
+
+@pytest.mark.slow
+def test_a_score_of_two_forms():
+    """What blocks hold of leaves leaves registers for both, as parts of leaves have them: their bits differ."""
+    shape = {"head_dim": 96, "v_head_dim": 96, "tile": (128, 128), "q_len": 70, "kv_len": 200}
+    parts, w = (split_work(near, "hopper", keys, **shape) for keys in (PARTS, FOLDED))
+    assert isinstance(w.plan.specialized.score, ScoreNearZero) and w.plan.specialized.fold.held > 0
+    assert differing(w.run(), parts.run(kv_splits=2)) == 0
+
+
 @pytest.mark.sampled("FoldInMemory(columns=0)", "FoldInShared(columns=48, held=8)")
 @pytest.mark.slow
 def test_places(place):
@@ -109,16 +124,21 @@ def test_forms_of_kernels(shape):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "shape",
-    [{"tile": (192, 64)}, {"tile": (192, 128), "keys": 256}, {"tile": (192, 64), "dtype": "float16", "kv_len": 300}],
-    ids=["192x64", "192x128", "float16"],
+    [
+        {"tile": (192, 64)},
+        {"tile": (192, 128), "keys": 256},
+        {"tile": (192, 64), "dtype": "float16", "kv_len": 300},
+        {"tile": (192, 64), "head_dim": 96, "v_head_dim": 96},  # no turns
+    ],
+    ids=["192x64", "192x128", "float16", "wide"],
 )
-@pytest.mark.sampled("192x64")
+@pytest.mark.sampled("192x64", "wide")
 def test_first_tiles_as_seen(shape):
     """On the diagonal warpgroups leave out keys and tiles that they see none of: no bit changes."""
     shape = {"heads": 1, "q_len": 450, "kv_len": 450} | shape
     folded = FoldedLeaves(keys=shape.pop("keys", 128))
     parts, w = (split_work("causal", "hopper", keys, **shape) for keys in (folded.in_parts, folded))
-    assert w.plan.takes_first_keys and not parts.plan.takes_first_keys
+    assert w.plan.takes_first_keys == (w.plan.head_dim <= 64) and not parts.plan.takes_first_keys
     found = w.run()
     assert differing(found, parts.run(kv_splits=folded.in_parts.number(w.problem.kv_len))) == 0
     assert w.wrong(found) == () and found.report.conflicts == []
@@ -242,8 +262,7 @@ def test_another_order_of_parts_is_noticed():
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_tiles_of_leaves_are_of_one_size(head_dim):
     """In every layout and form, whatever shared memory is left, and no kernel folds where it need not."""
-    for spec in ("full", "causal", "softcap"):
-        variant = load_spec(spec).bind()
+    for variant in (*(load_spec(spec).bind() for spec in ("full", "causal", "softcap")), near.bind()):
         menus = [
             planner.menu_of(KernelRequest.of(variant, "sm_90a", "bfloat16", head_dim, layout=layout, keys=keys))
             for layout in LAYOUTS.values()

@@ -375,7 +375,7 @@ VISITS = {
     ("ampere", "others skipped once too often"): replace("others > 0 && seen", "others >= 0 && seen"),
     ("ampere", "each block from the first tile"): replace(", rows.part, rows", ", 0, rows"),
     ("ampere", "a part of every tile"): replace("coming[STAGES - 2].tile, p.splits - 1", "coming[STAGES - 2].tile, 0"),
-    ("hopper", "the next tile is another's"): replace("rank % p.splits == 0", "rank % p.splits < 2"),
+    ("hopper", "the next tile is another's"): replace("rank == quotient_by(", "rank <= 1 + quotient_by("),
     ("hopper", "each part from the first tile"): replace("int others = work.part;", "int others = 0;"),
     ("hopper", "parts in one place"): replace("part_of(work.part,", "part_of(0,"),
 }

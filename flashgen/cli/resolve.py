@@ -197,7 +197,7 @@ def resolve(
             params=params,
             layout=asked.layout,
             invariant=which.invariant,
-            alike=lengths is not None and lengths.alike and not (asked.layout.joined or asked.layout.paged),
+            alike=lengths is None or lengths.alike,
         )
     return Resolved(
         variant=variant,

@@ -193,13 +193,13 @@ def _members(
     strided: Iterable[str],
     counts: Iterable[str],
     dropout: bool,
-    words_of_layout: Iterable[Field] = (),
+    more_words: Iterable[Field] = (),
 ) -> tuple[Field, ...]:
     """Those of one kernel, with what all of a variant take: scale, parameters, captured tensors, dropout."""
     tensors = variant.tensors
     pointers = [*pointers, *(Field(f"tensor_{t.name}", f"const {STORED[t.dtype]}*") for t in tensors)]
     words = [Field(f"{t}_{dimension}", "i64") for t in strided for dimension in ("batch", "head", "row")]
-    words += words_of_layout
+    words += more_words
     words += [Field(f"stride{i}_{t.name}", "i64") for t in tensors for i in range(len(t.dims))]
     numbers = [*(Field(name, "int") for name in counts), Field("scale", "float")]
     for p in variant.params:

@@ -60,7 +60,7 @@ class KeyCode:
     @property
     def first_sent(self) -> str:
         """What the scheduler waits for before it sends a tile: it finds the first one while others initialise barriers,
-        which short calls gain by."""
+        so that short calls begin earlier."""
         return "    if (work_ring.passed == 0) __syncthreads();\n" if self.split else ""
 
     @property

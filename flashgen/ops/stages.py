@@ -13,7 +13,7 @@ from flashgen.lang.variant import Variant
 from flashgen.ops.options import apart, option, plan_of, variant_of
 from flashgen.planning import division, paging, planner
 from flashgen.planning.arch import find, newest, of_device
-from flashgen.planning.layout import Layout, Padded
+from flashgen.planning.layout import Layout
 from flashgen.planning.members import ALL_KEYS, FoldedLeaves, Keys, SplitKeys
 from flashgen.planning.plan import KernelPlan
 from flashgen.planning.problem import Problem
@@ -138,7 +138,7 @@ def plan(
         params=params,
         layout=request.layout,
         invariant=leaves,
-        alike=lies == Padded() and q_lengths is kv_lengths is None,
+        alike=q_lengths is kv_lengths is None,
     )
     return found.plan
 

@@ -117,7 +117,8 @@ def divide(
     """The plan for a problem on so many SMs, of the menu that `ask` gives for blocks that visit all keys or a part.
 
     `kv_splits` is what a call says, None where it leaves that open; `invariant` asks for leaves; sequences that are
-    `alike` are all as long as the problem says.  Raises PlanError where keys cannot be split and a call says so.
+    `alike`, as no lengths are given, are all as long as the problem says where they are padded.  Raises PlanError where
+    keys cannot be split and a call says so.
     """
     if visits_all(problem, kv_splits, invariant):
         return _whole(ask, problem, sms, "")
@@ -132,7 +133,7 @@ def divide(
     if kv_splits is not None:
         _check_places(plan, problem, kv_splits)
         return Divided(menu=menu, plan=plan, splits=kv_splits, why="as asked")
-    uneven = layout.own and not alike
+    uneven = layout.joined or layout.paged or (layout.own and not alike)
     splits, why = number(plan, problem, steps(plan, problem, params, layout), sms, uneven=uneven)
     return Divided(menu=menu, plan=plan, splits=splits, why=why) if splits > 1 else _whole(ask, problem, sms, why)
 

@@ -75,8 +75,8 @@ _OWN = "threadIdx.x % 128"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FoldInShared:
-    """In float32 in shared memory, all `columns` of it but the first, which `held` registers of a thread hold, two
-    columns each: a thread alone reads and writes its elements.
+    """In float32: the first columns in `held` registers of a thread, two columns each, the other `columns` in shared
+    memory.  A thread alone reads and writes its elements.
 
     On an H200 8,192 causal tokens at head_dim 128 took 0.985 of the time with 64 columns of 128 in registers.
     """

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Who hands out tiles of queries.  A block `foresees` its next one where it is not taken from a counter late.  Where
-# keys are split, a tile is found by quotients by `divisors`: a short call waits for it.
+# keys are split, a tile is found by quotients by `divisors`, if it has them: a short call waits for it.
 
 #: Tiles of keys that are many for a tile of queries: the next one is then taken from the counter in time.
 MANY_TILES = 8

@@ -77,7 +77,7 @@ DEVICE u32 atom_add(u32* counter, u32 x) {
 DEVICE void nanosleep(u32 duration) { asm volatile("nanosleep.u32 %0;" :: "r"(duration)); }
 
 // ---------------------------------------------------------------- quotients by numbers that the host knows
-// The lower half of `by` is multiplied, the upper is how far the product shifts.
+// Of n from 0 on.  The lower half of `by` is multiplied, the upper is how far the product shifts.
 DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
 
 // ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one

@@ -54,7 +54,7 @@ DEVICE u32 cvt_e4m3x4(float a, float b, float c, float d) {
 DEVICE float from_bf16(u16 x) { return __int_as_float(x << 16); }
 
 // ---------------------------------------------------------------- quotients by numbers that the host knows
-// The lower half of `by` is multiplied, the upper is how far the product shifts.
+// Of n from 0 on.  The lower half of `by` is multiplied, the upper is how far the product shifts.
 DEVICE int quotient_by(int n, u64 by) { return mul_wide_u32(n, (u32)by) >> (u32)(by >> 32); }
 
 // ---------------------------------------------------------------- tiles of rows, which thread blocks take one by one

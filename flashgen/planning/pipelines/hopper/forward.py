@@ -108,9 +108,9 @@ FEW_BYTES = 128 * KIB
 #: Columns in steps of which O of the leaves so far lies in shared memory.
 FOLD_COLUMNS = 32
 
-#: Registers in steps of which they hold O of the leaves so far, the most of them (48 at head_dim 96 took 1.08 of the
-#: time of none, 40 took 0.98), and what they leave of the estimated rest.
-HELD_STEP, MOST_HELD, SPARE_REGISTERS = 8, 40, 6
+#: Registers in steps of which they hold O of the leaves so far, and the most of them: 48 at head_dim 96 took 1.08 of
+#: the time of none, 40 took 0.98.
+HELD_STEP, MOST_HELD = 8, 40
 
 #: Registers for leaves beside those of three warpgroups, and more where the mask is no band: `alibi` and `sink_window`
 #: at head_dim 64 spilled 16 and 28 bytes.
@@ -300,10 +300,12 @@ def fold(c: Candidate, request: KernelRequest) -> Fold:
 
 
 def _held(c: Candidate, request: KernelRequest) -> int:
-    """Registers of a thread that may hold O of the leaves so far."""
+    """Registers of a thread that may hold O of the leaves so far.  They leave what decides forms, so that these are the
+    same where leaves are parts: some forms of scores have other bits."""
     if c.warpgroups != min(WARPGROUPS) or masks.cuts(c, request):
         return 0
-    room = division(c, request)[1] - total(_needed(c, request)) - SPARE_REGISTERS
+    left = max(PACKED_BESIDE_HELD, ROOM * request.profile.scored)
+    room = division(c, request)[1] - total(_needed(c, request)) - left
     return max(0, min(room // HELD_STEP * HELD_STEP, MOST_HELD, padded(request.v_head_dim) // 2))
 
 
@@ -506,10 +508,14 @@ def _terms(parts: tuple[Part, ...], unit: int = 1) -> str:
     return " + ".join(f"{part.name} {part.amount / unit:.4g}" for part in parts)
 
 
+def _takes_turns(c: Candidate, request: KernelRequest) -> bool:
+    """Whether warpgroups issue products in turns."""
+    return request.widest <= SHORT_COLUMNS and c.warpgroups > min(WARPGROUPS)
+
+
 def plan(c: Candidate, request: KernelRequest) -> KernelPlan:
     """The plan of a candidate that fits."""
-    short = request.widest <= SHORT_COLUMNS
-    ping_pong = short and c.warpgroups > 2
+    ping_pong = _takes_turns(c, request)
     return make_plan(
         *(c, request, (padded(request.head_dim), padded(request.v_head_dim))),
         pipeline=NAME,
@@ -578,10 +584,10 @@ def _first_tile(c: Candidate, request: KernelRequest) -> FirstTile:
     # warpgroups then visit 9 tiles in step, and half a tile less of one of them cost 3% (head_dim 128, an H200).
     passes = c.tile.q > c.tile.kv
     in_step = not passes and all(term.zone.d_hi or term.zone.k_hi for term in request.profile.facts.visible)
-    # Of leaves where three warpgroups take turns: with two, what leaves weigh is found under the first product.  A
-    # diagonal that lengths or parameters place takes registers: `causal_bottom_right` spilled 8 bytes at head_dim 64.
+    # Of leaves where warpgroups take turns: elsewhere what leaves weigh is found under the first product.  A diagonal
+    # that lengths or parameters place takes registers: `causal_bottom_right` spilled 8 bytes at head_dim 64.
     bounds = [bound for term in request.profile.facts.visible for bound in term.zone.nodes()]
-    plain = len(bounds) == 1 and bounds[0].op == "const" and c.warpgroups > min(WARPGROUPS)
+    plain = len(bounds) == 1 and bounds[0].op == "const" and _takes_turns(c, request)
     whole = request.keys.split or (request.keys.folds and not plain)
     if alone or tight or in_step or whole or not request.profile.ends_at_query:
         return FIRST_TILE_WHOLE
@@ -624,7 +630,7 @@ def _o(c: Candidate, request: KernelRequest) -> OByTma | OFromRegisters | OInPar
 def _few_at_a_time(c: Candidate, request: KernelRequest) -> MaskAsBits | None:
     """Bits where a mask reads several elements for each key and leaves next to no register: one spilled there."""
     several = request.profile.judged and request.profile.mask_reads_by_key > 1
-    tight = division(c, request)[1] - total(registers(c, request)) < SEVERAL_READ_REGISTERS
+    tight = division(c, request)[1] - total(_needed(c, request)) < SEVERAL_READ_REGISTERS
     return MaskAsBits() if several and tight and isinstance(masks.form(c, request), MaskByElement) else None
 
 
@@ -685,4 +691,4 @@ def _score(c: Candidate, request: KernelRequest) -> ScoreByElement | ScoreByRow 
 
 def _room_for_more_code(c: Candidate, request: KernelRequest) -> bool:
     """Whether registers are left for a score function that is emitted twice."""
-    return total(registers(c, request)) + ROOM <= division(c, request)[1]
+    return total(_needed(c, request)) + ROOM <= division(c, request)[1]
