@@ -65,7 +65,7 @@ class KeyCode:
 
     @property
     def initialises(self) -> str:
-        """The thread that initialises barriers."""
+        """The thread that initialises barriers, where keys are split of neither the scheduler nor the loader."""
         return "64" if self.split else "0"
 
     @property

@@ -197,7 +197,7 @@ def _check(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> None:
             " head_dim, k and v their batch, kv_heads and kv_len"
         )
     heads, kv_heads = q.shape[1], k.shape[1]
-    if heads % kv_heads if kv_heads else heads:
+    if heads and (kv_heads == 0 or heads % kv_heads):
         cure = f"\n  nearest: {max(1, heads // kv_heads) * kv_heads} heads of q" if kv_heads else ""
         raise LaunchError(
             f"{heads} heads of q cannot share {kv_heads} kv_heads: heads must be a multiple of kv_heads{cure}"

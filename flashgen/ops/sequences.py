@@ -53,9 +53,9 @@ class Sequences(NamedTuple):
 
     @property
     def alike(self) -> bool:
-        """Whether all of them are known to have as many queries and keys as the problem, at the same positions."""
-        q_lengths, kv_lengths, q_offsets, *pages = self.tensors
-        return q_lengths is kv_lengths is q_offsets is None and not pages
+        """Whether none has lengths or positions of its own."""
+        q_lengths, kv_lengths, q_offsets, *_ = self.tensors
+        return q_lengths is kv_lengths is q_offsets is None
 
 
 def names_of(variant: Variant) -> tuple[str, ...]:
