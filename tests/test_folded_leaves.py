@@ -230,7 +230,7 @@ EDITS = {
     "roundings of another order": replace(
         "__fmaf_rn(weights.part, part, kept)", "__fmaf_rn(weights.before, before, weights.part * part)"
     ),
-    "the first leaf is read": replace("first ? float4{} : folded_o(i)", "folded_o(i)"),
+    "the first leaf is read": replace("first ? float4{} : folded_o(i, thread)", "folded_o(i, thread)"),
     "a leaf that ends late": replace("step.tile / LEAF_TILES !=", "(step.tile + 1) / LEAF_TILES !="),
 }
 

@@ -75,7 +75,7 @@ def emit(plan: KernelPlan, facts: Facts | None = None) -> str:
         "plan": plan,
         "code": found,
         "seq": seq,
-        "keys": KeyCode(plan.keys, plan.tile.kv),
+        "keys": KeyCode(plan.keys, plan.tile.kv, _placed_anew(plan)),
         "of_block": BlockCode(plan.backward is not None and plan.backward.persistent),
         "order": OrderCode(plan),
         "scores": ScoresCode(plan.takes_first_keys, plan.packed),
@@ -114,6 +114,13 @@ def _given(plan: KernelPlan) -> tuple[Node, ...]:
     if plan.masked_in_words:
         return word_lookups(plan.variant)
     return lookups(plan.variant) if plan.looks_up else ()
+
+
+def _placed_anew(plan: KernelPlan) -> bool:
+    """Whether consumers that fold leaves ask in few tiles where they stand: at the ends of runs of keys, and where O is
+    stored.  What asks in every tile holds it, and knows more of numbers that never change."""
+    asked = profile(plan.variant)
+    return plan.keys.folds and not (asked.judged or asked.scored or plan.dropout)
 
 
 def _cap(plan: KernelPlan, found: VariantCode) -> str | None:

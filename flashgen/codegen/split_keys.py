@@ -20,15 +20,35 @@ _IN_TURN = """\
 
 """
 
+_PLACE = """\
+  // This thread's first row and column of a tile.
+  const int row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+"""
+
+#: On an H200 8,192 causal tokens at head_dim 64 took 0.95 of the time.  ptxas had kept addresses of O and columns of
+#: the mask through the loop, 10 registers more, and for want of them found one row's maximum after the other's.
+_PLACE_ANEW = """\
+  // This thread's first row and column of a tile.  What seldom needs them finds them anew: registers are short.
+  int row, column;
+
+  DEVICE void find_place() {
+    const int thread = thread_index();
+    row = warpgroup * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+    column = thread % 4 * 2;
+  }
+
+"""
+
 
 @dataclass(frozen=True, slots=True)
 class KeyCode:
     """Fragments of CUDA by the keys that a block visits: where they are `split` in `turns`, part i of `p.splits` visits
     tile i of those that its queries see, from the last to the first, and every `p.splits`-th behind it; where they are
-    `leaves`, those of leaf i."""
+    `leaves`, those of leaf i.  Where `placed_anew`, a consumer that folds leaves asks in few tiles where it stands."""
 
     keys: Keys
     tile_kv: int
+    placed_anew: bool = False
 
     @property
     def split(self) -> bool:
@@ -209,6 +229,21 @@ class KeyCode:
         return ", part" if self.split else ""
 
     # -- pipeline hopper, where a block folds leaves
+
+    @property
+    def place(self) -> str:
+        """Where a thread of a consumer stands."""
+        return _PLACE_ANEW if self.placed_anew else _PLACE
+
+    @property
+    def anew(self) -> str:
+        """The first line of what seldom asks for it."""
+        return "    find_place();\n" if self.placed_anew else ""
+
+    @property
+    def thread(self) -> str:
+        """The number of a consumer's thread where a tile of queries is over."""
+        return "thread_index()" if self.placed_anew else "threadIdx.x"
 
     def run(self, across_tiles: str) -> str:
         """The template of a consumer's loops."""

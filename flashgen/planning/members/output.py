@@ -70,7 +70,7 @@ class NoFold:
     columns: ClassVar[int] = 0
 
 
-_OWN = "threadIdx.x % 128"
+_OWN = "thread"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -18,6 +18,10 @@ typedef long long i64;
 typedef unsigned long long u64;
 struct alignas(16) Chunk { u32 word[4]; };  // 16 bytes: what one instruction moves
 
+// ---------------------------------------------------------------- fewer registers kept through a loop
+// Indices of thread and block, read anew at each use.
+DEVICE int thread_index() { int i; asm volatile("mov.u32 %0, %%tid.x;" : "=r"(i)); return i; }
+
 // ---------------------------------------------------------------- addresses of shared memory, as PTX takes them
 DEVICE u32 shared_address(const void* pointer) { return (u32)__cvta_generic_to_shared(pointer); }
 
@@ -702,8 +706,15 @@ struct Consumer {
   Shared& shared;
   const Params& p;
   const int warpgroup;
-  // This thread's first row and column of a tile.
-  const int row = warpgroup * 64 + threadIdx.x / 32 % 4 * 16 + threadIdx.x % 32 / 4, column = threadIdx.x % 4 * 2;
+  // This thread's first row and column of a tile.  What seldom needs them finds them anew: registers are short.
+  int row, column;
+
+  DEVICE void find_place() {
+    const int thread = thread_index();
+    row = warpgroup * 64 + thread / 32 % 4 * 16 + thread % 32 / 4;
+    column = thread % 4 * 2;
+  }
+
   const float scale = fmaxf(p.scale * LOG2E, SMALLEST);  // scale 0 times a masked -inf stays -inf
   Ring<WORK_STAGES> work_ring = {};
   Ring<Q_STAGES> q_ring = {};
@@ -804,6 +815,7 @@ struct Consumer {
 
   // S becomes -inf where the mask hides the key.
   DEVICE void apply_mask(S& s, const Work work, int tile) {
+    find_place();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
       if (!keep(work.b, work.h, query(work, i), key(tile, i), p)) s[i] = MINUS_INFINITY;
@@ -813,6 +825,7 @@ struct Consumer {
   DEVICE void cut(S& s, int tile) {
     const int columns = p.kv_len - tile * TILE_KV;
     if (columns >= TILE_KV) return;
+    find_place();
 #pragma unroll
     for (int i = 0; i < TILE_KV / 2; i++)
       if (column + i / 4 * 8 + i % 2 >= columns) s[i] = MINUS_INFINITY;
@@ -899,7 +912,7 @@ struct Consumer {
 
   float4 held[8];  // of O of the leaves so far
   // Where four elements of O of the leaves so far lie: each thread has its own, so that none waits.
-  DEVICE float4& folded_o(int i) { return i < 8 ? held[i] : shared.folded[warpgroup][i - 8][threadIdx.x % 128]; }
+  DEVICE float4& folded_o(int i, int thread) { return i < 8 ? held[i] : shared.folded[warpgroup][i - 8][thread]; }
 
   // What O of a leaf and that of the leaves behind it are multiplied by: found under products.
   DEVICE void weigh(const RowState& leaf, Weights (&weights)[2]) {
@@ -913,21 +926,23 @@ struct Consumer {
 
   // They are joined.  Those of the last leaf of all stay in registers, and a sum is then a lane's again.
   DEVICE void fold_o(const Weights (&weights)[2], bool over) {
+    const int thread = thread_index() % 128;
 #pragma unroll
     for (int r = 0; r < 2; r++)
       if (over) folded.sum[r] *= 0.25f;
 #pragma unroll
     for (int i = 0; i < V_COLUMNS / 8; i++) {
-      const float4 before = first ? float4{} : folded_o(i);
+      const float4 before = first ? float4{} : folded_o(i, thread);
       o[4 * i] = fold(before.x, o[4 * i], weights[0]);
       o[4 * i + 1] = fold(before.y, o[4 * i + 1], weights[0]);
       o[4 * i + 2] = fold(before.z, o[4 * i + 2], weights[1]);
       o[4 * i + 3] = fold(before.w, o[4 * i + 3], weights[1]);
-      if (!over) folded_o(i) = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
+      if (!over) folded_o(i, thread) = make_float4(o[4 * i], o[4 * i + 1], o[4 * i + 2], o[4 * i + 3]);
     }
   }
 
   DEVICE void run() {
+    find_place();
 #pragma unroll 1
     while (true) {
       work_ring = await_visible(work_ring);
@@ -942,8 +957,8 @@ struct Consumer {
         begin(s, work_ring);
         round(s);
       }
-      bool more = true;
-      while (more) {
+      bool more;  // whether a tile of queries follows that sees a key
+      do {
         Ring<WORK_STAGES> next;
         bool over;
         // Leaf by leaf, in a loop of its own that a vote ends: so ptxas knows all warps to agree, and counts rings in
@@ -978,6 +993,7 @@ struct Consumer {
           Weights weights[2];
           over = __any_sync(~0u, last == 2);
           next = {work_ring.passed + over};
+          more = true;
           if (over) {
             q_ring.passed++;
             const Work coming = await_work(next);
@@ -1004,14 +1020,14 @@ struct Consumer {
         folded = nothing_folded();
         first = true;
         work_ring = next;
-      }
+      } while (more);
     }
   }
 
   DEVICE bf16* output(const Work& work, int q) { return p.o + work.b * p.o_batch + work.h * p.o_head + q * p.o_row; }
 
   DEVICE void store_lse(const Work& work, int q, float lse) {
-    if (threadIdx.x % 4 == 0) p.lse[((i64)work.b * p.heads + work.h) * p.q_len + q] = lse;
+    if (thread_index() % 4 == 0) p.lse[((i64)work.b * p.heads + work.h) * p.q_len + q] = lse;
   }
 
   // o = 0 and lse = -inf.
@@ -1030,6 +1046,7 @@ struct Consumer {
   DEVICE void store(const RowState& done) {
     const Work work = work_at(work_ring);
     release_work(work_ring);
+    find_place();
     const int q = work.q_tile * TILE_Q + row;
     float lse[2], factor[2];
 #pragma unroll
@@ -1044,7 +1061,7 @@ struct Consumer {
     const Ring<Q_STAGES> at = {q_ring.passed - 1};
     bar_sync(O_BARRIER + warpgroup, 128);
     OTile& to = shared.q_or_o[at.stage()][warpgroup].o;
-    const int lane = threadIdx.x % 32, r = threadIdx.x / 32 % 4 * 16 + lane % 16;
+    const int lane = thread_index() % 32, r = thread_index() / 32 % 4 * 16 + lane % 16;
 #pragma unroll
     for (int d = 0; d < V_COLUMNS; d += 16) {
       const int i = d / 2, chunk = (d % 64 / 8 + lane / 16) ^ r % 8;
