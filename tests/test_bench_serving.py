@@ -45,13 +45,17 @@ def spoilt(*given):
 
 
 def test_decoding_is_checked_and_its_peers_too():
-    peer = {
-        "decode": lambda q, k, v: lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
-    }
-    off = {"decode": lambda q, k, v: lambda: 1.05 * peer["decode"](q, k, v)()}
-    found = measure(serving.decode, small(96, 96), ground=Ground(device="cpu", files={"mine": peer, "off": off}))
-    assert list(found.timings.rounds) == ["flashgen", "causal at the end", "mine", "off"]
-    assert found.reasons and all(reason.startswith("off: ") for reason in found.reasons)
+    def decode(q, k, v):
+        return lambda: torch.nn.functional.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+
+    peer = {"decode": decode, "paged": paged}
+    off = {"decode": lambda q, k, v: lambda: 1.05 * decode(q, k, v)(), "paged": spoilt}
+    files = {"mine": peer, "off": off, "dense": {"decode": decode}}
+    found = measure(serving.decode, small(96, 96), (16, 64), ground=Ground(device="cpu", files=files))
+    peers = ["mine", "off", "dense", *(f"{name} pages of {size}" for size in (16, 64) for name in ("mine", "off"))]
+    assert list(found.timings.rounds) == ["flashgen", "causal at the end", *peers]
+    told = {reason.split(":")[0] for reason in found.reasons}
+    assert told == {"off", "off pages of 16", "off pages of 64"}
     assert found.bytes == 2 * 2 * 96 * 2 * 64 * 2  # k and v, batch, keys, heads, head_dim, bytes
 
 

@@ -82,6 +82,9 @@ DECODE = tuple(
     for keys in lengths
 )
 
+#: Key heads of those that are compared with peers' caches in pages too.
+FEW_HEADS = 4
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Filled:
@@ -211,21 +214,26 @@ def _sdpa(name: str, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> host.
 # The parts
 
 
-def decode(of: Cache, ground: Ground) -> Contest:
+def decode(of: Cache, page_sizes: Sequence[int], ground: Ground) -> Contest:
     """One query a sequence over dense tensors: all of it sees the cache, so `full` says it; `causal` at the end is the
-    same by the call of serving."""
+    same by the call of serving.  Peers that read pages are there with caches of these too."""
     filled = fill(of, 1, ground)
     k, v = filled.dense()
     judge = filled.wrong()
     filled = dataclasses.replace(filled, k_pages=k[0, :0], v_pages=v[0, :0])  # the pages are not held twice
     dense = functools.partial(attention, filled.q, k, v)
+    in_pages, judges = {}, {}
+    for size in page_sizes:
+        own = fill(of, size, ground)
+        for name, build in ground.of_files("paged", own.q, own.k_pages, own.v_pages, own.table, own.lengths).items():
+            in_pages[f"{name} pages of {size}"], judges[f"{name} pages of {size}"] = build, own.wrong()
     return Contest(
         forms={
             "flashgen": functools.partial(dense, load_spec("full")),
             "causal at the end": functools.partial(dense, load_spec("causal"), q_offset="end"),
         },
-        peers={**packages(ground, filled.q, k, v), **ground.of_files("decode", filled.q, k, v)},
-        wrong=judged({}, judge),
+        peers={**packages(ground, filled.q, k, v), **ground.of_files("decode", filled.q, k, v), **in_pages},
+        wrong=judged(judges, judge),
         bytes=of.kv_bytes,
     )
 
@@ -415,9 +423,12 @@ def _rows(backward: bool = False) -> Sequence[Row]:
     def row(part: str, name: str, make: Callable, *given: object, timer: Timer = cold, **bars: float) -> Row:
         return Row(part=part, name=name, make=functools.partial(make, *given), timer=timer, bars=bars)
 
-    best = {"cudnn": 1.0, "fa3": 1.0}
-    rows = [row("decode", str(of), decode, of, **best) for of in DECODE]
-    for page_size in (16, 64):
+    page_sizes, rows = (16, 64), []
+    for of in DECODE:
+        beside = page_sizes if of.kv_heads == FEW_HEADS else ()
+        bars = dict.fromkeys(("cudnn", "fa3", *(f"fa3 pages of {size}" for size in beside)), 1.0)
+        rows.append(row("decode", str(of), decode, of, beside, **bars))
+    for page_size in page_sizes:
         for of in (cache(1, 32, 4, 4 * k), cache(1, 32, 8, 32 * k), cache(8, 32, 8, 4 * k), cache(32, 32, 8, 8 * k)):
             rows.append(row("pages", f"{of} pages of {page_size}", pages, of, page_size, dense=0.97))
     for q_len, bar in ((4, 0.95), (16, 0.9)):
