@@ -353,7 +353,7 @@ def tree(of: Cache, ground: Ground) -> Contest:
 
 def host_time(of: Cache, ground: Ground) -> Contest:
     """What a call of decoding takes of the host."""
-    return decode(of, ground)
+    return decode(of, (), ground)
 
 
 def bits(of: Cache, chunk: int, invariant: Mapping[str, object], ground: Ground) -> Contest:
