@@ -1,6 +1,7 @@
 """`flashgen bench serving` on a CPU: contests are right at small sizes, and what a tree refuses is recorded."""
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -158,3 +159,10 @@ def test_the_table_has_every_case():
     assert len(decode) == 13 and "b1 32:4 256k" in decode and "b128 32:8 2k" in decode
     parts = {"decode", "pages", "queries", "mixed", "window", "tree", "varlen", "invariant", "bits", "host"}
     assert {row.part for row in rows} == parts
+
+
+def test_every_row_has_what_its_contest_asks_for():
+    for row in serving.SUITE.rows(backward=False):
+        inspect.signature(row.make.func).bind(*row.make.args, GROUND)
+    found = measure(serving.host_time, small(96))
+    assert list(found.timings.rounds) == ["flashgen", "causal at the end"] and not found.reasons

@@ -17,7 +17,7 @@ SMALL = serving.cache(2, 8, 2, 512)
 LONG = serving.cache(2, 8, 2, 512, q_len=4)
 
 ROWS = {
-    "decode": (functools.partial(serving.decode, SMALL), Cold()),
+    "decode": (functools.partial(serving.decode, SMALL, (16,)), Cold()),
     "host": (functools.partial(serving.host_time, SMALL), Host(calls=10, warm=2)),
     "pages": (functools.partial(serving.pages, LONG, 16), Cold()),
     "queries": (functools.partial(serving.queries, LONG), Cold()),
