@@ -4,6 +4,7 @@ A generated part stands between `<!-- generated: NAME -->` and `<!-- end -->`; B
 the machine decides (times, errors, registers) stay as they were written where nothing else differs: see `shape`.
 """
 
+import json
 import re
 import sys
 from pathlib import Path
@@ -39,6 +40,14 @@ CAPTURED_PLAN = ("plan", "specs/document.py", "--batch", "2", "--seqlen", "1024"
 
 #: Masks of the gallery that the README shows: those that most people know and that a line says.
 SIX = ("natten", "top_blocks", "strided", "striped", "rotated", "restarts")
+
+#: Lives of the rows of a prompt, as records and as the README name them.
+LIVES = {
+    "batch 1": "alone in the batch (8,388,608 elements)",
+    "chunks of 512": "in chunks of 512 (16,777,216)",
+    "decoded": "the last 16, one by one (131,072)",
+    "pages of 16": "these from pages of 16 (131,072)",
+}
 
 #: How the masks of the gallery are drawn.
 GALLERY = ("--seqlen", "1024", "--heads", "1", "--arch", "sm_80", "--tile", "64x64")
@@ -263,6 +272,19 @@ def suites() -> str:
     return report.of_suites(RECORDS, SUITES)
 
 
+def bits() -> str:
+    """How many elements of o have other bits than those of a prompt at once, by the life of their rows."""
+    cells = json.loads((RECORDS / "serving.json").read_text())["cells"]
+    default, invariant = (cell["about"] for cell in cells if cell["part"] == "bits")
+    shown = {"`invariant=True`": (invariant, ""), "default": (default, ""), "FlashAttention-3": (default, "fa3 ")}
+    shown = {name: (of, peer) for name, (of, peer) in shown.items() if f"{peer}decoded" in of["other bits"]}
+    lines = [f"| | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
+    for life, told in LIVES.items():
+        counts = (of["other bits"][f"{peer}{life}"] for of, peer in shown.values())
+        lines.append(f"| {told} | {' | '.join(f'{count:,}' for count in counts)} |")
+    return "\n".join(lines) + "\n"
+
+
 def counters() -> str:
     return report.counted(RECORDS) + "\n"
 
@@ -311,6 +333,7 @@ BLOCKS = {
     "on_data": on_data,
     "suites": suites,
     "counters": counters,
+    "bits": bits,
     "slower": slower,
     "architectures": limits.architectures,
     "served_forward": limits.forward,

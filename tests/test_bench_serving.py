@@ -139,6 +139,7 @@ def test_bits_that_differ_are_counted(monkeypatch):
     forms = {"batch 1", "chunks of 32", "decoded", "decoded, 1 split", "decoded, 4 splits", "pages of 16"}
     assert found.about["other bits"].keys() == forms
     assert set(found.about["other bits"].values()) == {0}
+    assert found.about["elements"]["decoded"] == 2 * 4 * 16 * 64  # batch, heads, the last queries, head_dim
     right = serving.attention
 
     def off(*given, **named):
@@ -149,6 +150,28 @@ def test_bits_that_differ_are_counted(monkeypatch):
     found = measure(serving.bits, small(64, 64, q_len=64), 32, {"invariant": True})
     assert [reason.partition(":")[0] for reason in found.reasons] == ["chunks of 32"]
     assert found.about["other bits"]["chunks of 32"] > 0
+
+
+@pytest.mark.slow
+def test_bits_of_peers_are_counted_against_their_own():
+    def decode(q, k, v):
+        def call():
+            # Row by row of the batch, so that PyTorch's bits do not depend on it; a query alone gets others.
+            seen = torch.arange(k.shape[2]) <= torch.arange(k.shape[2] - q.shape[2], k.shape[2])[:, None]
+            rows = zip(*(x.float().split(1) for x in (q, k, v)), strict=True)
+            o = torch.cat([attend(*row, attn_mask=seen, enable_gqa=True) for row in rows])
+            return o * (1 + 2**-7) if q.shape[2] == 1 else o
+
+        return call
+
+    attend = torch.nn.functional.scaled_dot_product_attention
+    ground = Ground(device="cpu", files={"mine": {"decode": decode}})
+    found = measure(serving.bits, small(64, 64, q_len=64), 32, {}, ground=ground)
+    told, of = found.about["other bits"], found.about["elements"]
+    assert found.reasons == () and told["mine batch 1"] == 0 and "mine pages of 16" not in told
+    assert told["mine decoded"] > 0.9 * of["mine decoded"]
+    found = measure(serving.bits, small(64, 64, q_len=64), 32, {"invariant": True}, ground=ground)
+    assert not any(name.startswith("mine") for name in found.about["other bits"])
 
 
 def test_the_table_has_every_case():

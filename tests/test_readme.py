@@ -8,7 +8,7 @@ import tomllib
 
 import pytest
 from cli import flashgen
-from documents import README, ROOT, blocks
+from documents import DOCUMENTS, README, ROOT, blocks
 
 import flashgen as fg
 
@@ -77,7 +77,8 @@ def test_constraints_pin_what_the_package_asks_for():
 
 def arguments(call: str) -> list[tuple[list[str], list[str]]]:
     """Of each row of a table of arguments their names, and what they are unless given."""
-    [table] = re.findall(rf"<!-- arguments: {call} -->\n((?:\|.*\n)+)", TEXT)
+    text = TEXT if call == "attention" else DOCUMENTS["docs/planning.md"].read_text()
+    [table] = re.findall(rf"<!-- arguments: {call} -->\n((?:\|.*\n)+)", text)
     rows = [row.split("|")[1:3] for row in table.splitlines()[2:]]
     return [
         (re.findall(r"`([*\w]+)`", names), [d.strip().strip("`") for d in given.split(",")]) for names, given in rows

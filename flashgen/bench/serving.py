@@ -85,6 +85,9 @@ DECODE = tuple(
 #: Key heads of those that are compared with peers' caches in pages too.
 FEW_HEADS = 4
 
+#: A prompt as one call, and of how many of its last queries the bits are compared where these come one by one.
+AT_ONCE, DECODED = "at once", 16
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Filled:
@@ -356,57 +359,67 @@ def host_time(of: Cache, ground: Ground) -> Contest:
     return decode(of, (), ground)
 
 
-def bits(of: Cache, chunk: int, invariant: Mapping[str, object], ground: Ground) -> Contest:
-    """A prompt at once, in chunks, and its last queries one by one, from pages and with keys divided: how many elements
-    of o have other bits."""
+def lives(filled: Filled, chunk: int, attend: Callable[..., torch.Tensor], paged: Call | None) -> dict[str, Call]:
+    """The same rows of a prompt: all at once, alone in their batch, in chunks, the last of them one by one, and these
+    from pages; `attend(q, k, v)` is causal from the end."""
     import torch
 
-    filled = fill(of, 16, ground)
-    k, v = filled.dense()
-    variant, n, last = load_spec("causal"), of.q_len, 16
-    run = functools.partial(attention, variant=variant, **invariant)
-    one = slice(0, 1)
+    q, (k, v), n = filled.q, filled.dense(), filled.of.q_len
 
-    def chunks() -> torch.Tensor:
-        each = [
-            run(filled.q[:, :, i : i + chunk], k[:, :, : i + chunk], v[:, :, : i + chunk], q_offset=i)
-            for i in range(0, n, chunk)
-        ]
-        return torch.cat(each, 2)
+    def in_turn(step: int, first: int) -> torch.Tensor:
+        starts = range(first, n, step)
+        return torch.cat([attend(q[:, :, i : i + step], *(x[:, :, : i + step] for x in (k, v))) for i in starts], 2)
 
-    def decoded(**splits: int) -> torch.Tensor:
-        each = [
-            run(filled.q[:, :, i : i + 1], k[:, :, : i + 1], v[:, :, : i + 1], q_offset="end", **splits)
-            for i in range(n - last, n)
-        ]
-        return torch.cat(each, 2)
-
-    def paged() -> torch.Tensor:
-        given = filled.q[:, :, -last:], filled.k_pages, filled.v_pages
-        return run(*given, page_table=filled.table, kv_lengths=filled.lengths, q_offset="end")
-
-    forms: dict[str, Call] = {
-        "flashgen": functools.partial(run, filled.q, k, v),
-        "batch 1": lambda: run(filled.q[one], k[one], v[one]),
-        f"chunks of {chunk}": chunks,
-        "decoded": decoded,
-        "decoded, 1 split": functools.partial(decoded, kv_splits=1),
-        "decoded, 4 splits": functools.partial(decoded, kv_splits=4),
-        "pages of 16": paged,
+    found: dict[str, Call] = {
+        AT_ONCE: functools.partial(attend, q, k, v),
+        "batch 1": functools.partial(attend, q[:1], k[:1], v[:1]),
+        f"chunks of {chunk}": functools.partial(in_turn, chunk, 0),
+        "decoded": functools.partial(in_turn, 1, n - DECODED),
     }
+    return found if paged is None else {**found, "pages of 16": paged}
+
+
+def bits(of: Cache, chunk: int, invariant: Mapping[str, object], ground: Ground) -> Contest:
+    """How many elements of o have other bits in another life of their rows than in a prompt at once, in flashgen and,
+    beside its default form, in peers."""
+    filled = fill(of, 16, ground)
+    last = dataclasses.replace(filled, q=filled.q[:, :, -DECODED:])
+    variant = load_spec("causal")
+    run = functools.partial(attention, variant=variant, q_offset="end", **invariant)
+    own = lives(filled, chunk, run, at_end(last, variant, **invariant))
+    for splits in (1, 4):
+        split = lives(filled, chunk, functools.partial(run, kv_splits=splits), None)["decoded"]
+        own[f"decoded, {splits} split{'s' * (splits > 1)}"] = split
+    forms = {**own, AT_ONCE: functools.partial(attention, filled.q, *filled.dense(), variant, **invariant)}
+    forms = {"flashgen": forms.pop(AT_ONCE), **forms}
+    prompt, builders = dict.fromkeys(forms, "flashgen"), {}
+    for name, functions in {} if invariant else ground.files.items():
+        if "decode" not in functions:
+            continue
+        given = last.q, last.k_pages, last.v_pages, last.table, last.lengths
+        paged = functools.partial(_made, functions["paged"], *given) if "paged" in functions else None
+        for life, call in lives(filled, chunk, functools.partial(_made, functions["decode"]), paged).items():
+            contender = name if life == AT_ONCE else f"{name} {life}"
+            prompt[contender], builders[contender] = name, lambda call=call: call
     whole: dict[str, torch.Tensor] = {}
-    judge, told = filled.wrong(causal), {}
+    judge, told, elements = filled.wrong(causal), {}, {}
 
     def wrong(name: str, found: torch.Tensor) -> list[str]:
-        if name == "flashgen":
+        if name == prompt[name]:
             whole[name] = found
-            return judge(found)
-        right = whole["flashgen"][: found.shape[0], :, n - found.shape[2] :]
-        told[name] = int((found != right).sum())
+            return [f"{name}: {reason}" for reason in judge(found)]
+        right = whole[prompt[name]][: found.shape[0], :, of.q_len - found.shape[2] :]
+        told[name], elements[name] = int((found != right).sum()), found.numel()
         # With one split the default form promises equal bits too.
-        return [f"{name}: {told[name]} of {found.numel()} elements have other bits"] if told[name] and invariant else []
+        promised = invariant and told[name]
+        return [f"{name}: {told[name]} of {found.numel()} elements have other bits"] if promised else []
 
-    return Contest(forms=forms, wrong=wrong, about={"other bits": told})
+    return Contest(forms=forms, peers=builders, wrong=wrong, about={"other bits": told, "elements": elements})
+
+
+def _made(build: Callable[..., Call], *given: torch.Tensor) -> torch.Tensor:
+    """What a peer's call gives."""
+    return build(*given)()
 
 
 def _mixed_lengths(batch: int, low: int, high: int) -> tuple[int, ...]:
