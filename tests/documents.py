@@ -15,6 +15,7 @@ import limits
 from cli import flashgen
 
 from flashgen.bench import report
+from flashgen.bench.inputs import NORMAL
 from flashgen.cli.suite import SUITES
 from flashgen.lang import language
 from flashgen.lang.load import gallery, load_spec, shipped
@@ -40,6 +41,9 @@ CAPTURED_PLAN = ("plan", "specs/document.py", "--batch", "2", "--seqlen", "1024"
 
 #: Masks of the gallery that the README shows: those that most people know and that a line says.
 SIX = ("natten", "top_blocks", "strided", "striped", "rotated", "restarts")
+
+#: The kind of the inputs whose rows are peaked, in the dtype that the README's tables are of.
+PEAKED = ("bfloat16", True)
 
 #: Lives of the rows of a prompt, as records and as the README name them.
 LIVES = {
@@ -255,8 +259,32 @@ def measured() -> str:
 
 
 def measured_forward() -> str:
-    """The table of the README: the Hopper forward on an H200."""
-    return report.markdown([_of_h200()])
+    """The table of the README: the Hopper forward on an H200, and at 8,192 tokens over inputs that make peaked rows."""
+    lines = [report.markdown([_of_h200()]).rstrip("\n")]
+    for mask in ("full", "causal"):
+        rows = [c["ratio"] for c in _cells("data", f"d128 {mask} ") if (c["dtype"], c["input"] != NORMAL) == PEAKED]
+        ratios = (report.summary([row[peer][0] for row in rows]) for peer in report.BEST)
+        lines.append(f"| 128 | {mask}, peaked inputs | {' | '.join(ratios)} |")
+    return "\n".join(lines) + "\n"
+
+
+def eight_bits() -> str:
+    """Of each accuracy, full and causal at head_dim 128 and 8,192 tokens: its error and its speed."""
+    heads = "RMS error over FlashAttention-3's", "times faster than bfloat16", "than FlashAttention-3"
+    lines = [f"| `accuracy` (full, causal) | {' | '.join(heads)} |", "|---|---|---|---|"]
+    for part in ("exact", "default", "fast"):
+        pair = [c for mask in ("full", "causal") for c in _cells("fp8", f"{part} d128 {mask} s8192 ")]
+        errors = [c["about"]["errors"] for c in pair]
+        told = [", ".join(f"{e['flashgen']['rms'] / e['fa3']['rms']:.2f}" for e in errors)]
+        told += [", ".join(f"{c['ratio'][peer][0]:.2f}" for c in pair) for peer in ("bfloat16", "fa3")]
+        lines.append(f'| `"{part}"` | {" | ".join(told)} |')
+    return "\n".join(lines) + "\n"
+
+
+def _cells(record: str, prefix: str) -> list[dict]:
+    """The cells of a record of an H200 whose name begins so."""
+    cells = json.loads((RECORDS / f"{record}.json").read_text())["cells"]
+    return [cell for cell in cells if cell["cell"].startswith(prefix)]
 
 
 def _of_h200() -> report.Record:
@@ -274,8 +302,7 @@ def suites() -> str:
 
 def bits() -> str:
     """How many elements of o have other bits than those of a prompt at once, by the life of their rows."""
-    cells = json.loads((RECORDS / "serving.json").read_text())["cells"]
-    default, invariant = (cell["about"] for cell in cells if cell["part"] == "bits")
+    default, invariant = (cell["about"] for cell in _cells("serving", "") if cell["part"] == "bits")
     shown = {"`invariant=True`": (invariant, ""), "default": (default, ""), "FlashAttention-3": (default, "fa3 ")}
     shown = {name: (of, peer) for name, (of, peer) in shown.items() if f"{peer}decoded" in of["other bits"]}
     lines = [f"| | {' | '.join(shown)} |", "|---|" + "---|" * len(shown)]
@@ -334,6 +361,7 @@ BLOCKS = {
     "suites": suites,
     "counters": counters,
     "bits": bits,
+    "eight_bits": eight_bits,
     "slower": slower,
     "architectures": limits.architectures,
     "served_forward": limits.forward,

@@ -131,13 +131,13 @@ def markdown(records: list[Record]) -> str:
                 rows = [numbers["ratio"] for _, numbers in record.main(specs, head_dim)]
                 ratios = [[row[peer][0] for row in rows if peer in row] for peer in peers]
                 if any(ratios):
-                    lines.append(f"| {head_dim} | {'+'.join(specs)} | {' | '.join(map(_summary, ratios))} |")
+                    lines.append(f"| {head_dim} | {'+'.join(specs)} | {' | '.join(map(summary, ratios))} |")
         for cell, numbers in record.others():
             told = {peer for peer in numbers["ratio"] if same_maths(peer, cell)}
             ratios = [[numbers["ratio"][peer][0]] if peer in told else [] for peer in peers]
             name = ", ".join(["+".join(cell.specs), *(f"{name} {value:g}" for name, value in cell.params)])
             if any(ratios):
-                lines.append(f"| {cell.problem.head_dim} | {name} | {' | '.join(map(_summary, ratios))} |")
+                lines.append(f"| {cell.problem.head_dim} | {name} | {' | '.join(map(summary, ratios))} |")
         lines.append("")
     return "\n".join(lines)
 
@@ -189,10 +189,11 @@ def _worst_errors(rows: list[dict]) -> list[str]:
 
 
 def _speeds(rows: list[dict]) -> list[str]:
-    return [_summary([row["ratio"][peer][0] for row in rows if peer in row["ratio"]]) for peer in BEST]
+    return [summary([row["ratio"][peer][0] for row in rows if peer in row["ratio"]]) for peer in BEST]
 
 
-def _summary(ratios: list[float]) -> str:
+def summary(ratios: list[float]) -> str:
+    """Their geometric mean, the lowest and the highest."""
     if not ratios:
         return "-"
     mean = statistics.geometric_mean(ratios)
@@ -230,7 +231,7 @@ def _contenders(rows: list[dict]) -> Iterator[list[str]]:
         known = [bar for bar in bars if bar is not None]
         below = sum(bar is not None and ratio < bar for ratio, bar in zip(ratios, bars, strict=True))
         span = f"{min(known):.3g}" + (f" to {max(known):.3g}" if max(known) > min(known) else "") if known else "-"
-        yield [name, str(len(beside)), _summary(ratios), span, str(below) if known else "-"]
+        yield [name, str(len(beside)), summary(ratios), span, str(below) if known else "-"]
     without = [bool(row.get("us")) for row in rows if not row["ratio"] and jsonfile.member(row, "absent", dict)]
     for said, timed in (("nobody", True), ("refused", False)):
         if count := without.count(timed):
