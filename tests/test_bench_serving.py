@@ -170,6 +170,10 @@ def test_bits_of_peers_are_counted_against_their_own():
     told, of = found.about["other bits"], found.about["elements"]
     assert found.reasons == () and told["mine batch 1"] == 0 and "mine pages of 16" not in told
     assert told["mine decoded"] > 0.9 * of["mine decoded"]
+    failing = Ground(device="cpu", files={"mine": {"decode": lambda q, k, v: decode(q, k, v) if len(q) < 2 else 1 / 0}})
+    found = measure(serving.bits, small(64, 64, q_len=64), 32, {}, ground=failing)
+    assert found.absent["mine"].startswith("ZeroDivisionError") and found.about["other bits"]["chunks of 32"] == 0
+    assert found.reasons == ("mine batch 1: mine gave no prompt at once to compare with",)
     found = measure(serving.bits, small(64, 64, q_len=64), 32, {"invariant": True}, ground=ground)
     assert not any(name.startswith("mine") for name in found.about["other bits"])
 

@@ -408,6 +408,8 @@ def bits(of: Cache, chunk: int, invariant: Mapping[str, object], ground: Ground)
         if name == prompt[name]:
             whole[name] = found
             return [f"{name}: {reason}" for reason in judge(found)]
+        if prompt[name] not in whole:
+            return [f"{name}: {prompt[name]} gave no prompt at once to compare with"]
         right = whole[prompt[name]][: found.shape[0], :, of.q_len - found.shape[2] :]
         told[name], elements[name] = int((found != right).sum()), found.numel()
         # With one split the default form promises equal bits too.
