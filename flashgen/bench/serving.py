@@ -101,6 +101,11 @@ class Filled:
     table: torch.Tensor
     lengths: torch.Tensor
 
+    @property
+    def for_paged(self) -> tuple[torch.Tensor, ...]:
+        """What a peer's `paged` is given."""
+        return self.q, self.k_pages, self.v_pages, self.table, self.lengths
+
     def sequence(self, pages: torch.Tensor, b: int) -> torch.Tensor:
         """[kv_heads, keys, head_dim] of one sequence, in the order of positions."""
         count = -(-self.of.lengths[b] // pages.shape[1])
@@ -228,7 +233,7 @@ def decode(of: Cache, page_sizes: Sequence[int], ground: Ground) -> Contest:
     in_pages, judges = {}, {}
     for size in page_sizes:
         own = fill(of, size, ground)
-        for name, build in ground.of_files("paged", own.q, own.k_pages, own.v_pages, own.table, own.lengths).items():
+        for name, build in ground.of_files("paged", *own.for_paged).items():
             in_pages[f"{name} pages of {size}"], judges[f"{name} pages of {size}"] = build, own.wrong()
     return Contest(
         forms={
@@ -269,10 +274,9 @@ def pages(of: Cache, page_size: int, ground: Ground) -> Contest:
         "flashgen": at_end(filled, variant),
         "dense": functools.partial(attention, filled.q, k, v, variant, q_offset="end"),
     }
-    given = filled.q, filled.k_pages, filled.v_pages, filled.table, filled.lengths
     return Contest(
         forms=forms,
-        peers=ground.of_files("paged", *given),
+        peers=ground.of_files("paged", *filled.for_paged),
         wrong=judged({}, filled.wrong(causal)),
         bytes=of.kv_bytes,
     )
@@ -302,10 +306,9 @@ def mixed(of: Cache, page_size: int, ground: Ground) -> Contest:
     equal = dataclasses.replace(of, lengths=(sum(of.lengths) // of.batch,) * of.batch)
     even = fill(equal, page_size, ground)
     variant = load_spec("causal")
-    given = filled.q, filled.k_pages, filled.v_pages, filled.table, filled.lengths
     return Contest(
         forms={"flashgen": at_end(filled, variant), "equal lengths": at_end(even, variant)},
-        peers=ground.of_files("paged", *given),
+        peers=ground.of_files("paged", *filled.for_paged),
         wrong=judged({"equal lengths": even.wrong()}, filled.wrong()),
         bytes=of.kv_bytes,
         about={"lengths": list(of.lengths)},
@@ -359,12 +362,19 @@ def host_time(of: Cache, ground: Ground) -> Contest:
     return decode(of, (), ground)
 
 
-def lives(filled: Filled, chunk: int, attend: Callable[..., torch.Tensor], paged: Call | None) -> dict[str, Call]:
+def lives(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    chunk: int,
+    attend: Callable[..., torch.Tensor],
+    paged: Call | None = None,
+) -> dict[str, Call]:
     """The same rows of a prompt: all at once, alone in their batch, in chunks, the last of them one by one, and these
     from pages; `attend(q, k, v)` is causal from the end."""
     import torch
 
-    q, (k, v), n = filled.q, filled.dense(), filled.of.q_len
+    n = q.shape[2]
 
     def in_turn(step: int, first: int) -> torch.Tensor:
         starts = range(first, n, step)
@@ -384,21 +394,20 @@ def bits(of: Cache, chunk: int, invariant: Mapping[str, object], ground: Ground)
     beside its default form, in peers."""
     filled = fill(of, 16, ground)
     last = dataclasses.replace(filled, q=filled.q[:, :, -DECODED:])
-    variant = load_spec("causal")
+    variant, dense = load_spec("causal"), (filled.q, *filled.dense())
     run = functools.partial(attention, variant=variant, q_offset="end", **invariant)
-    own = lives(filled, chunk, run, at_end(last, variant, **invariant))
+    own = lives(*dense, chunk, run, at_end(last, variant, **invariant))
     for splits in (1, 4):
-        split = lives(filled, chunk, functools.partial(run, kv_splits=splits), None)["decoded"]
+        split = lives(*dense, chunk, functools.partial(run, kv_splits=splits))["decoded"]
         own[f"decoded, {splits} split{'s' * (splits > 1)}"] = split
-    forms = {**own, AT_ONCE: functools.partial(attention, filled.q, *filled.dense(), variant, **invariant)}
-    forms = {"flashgen": forms.pop(AT_ONCE), **forms}
+    del own[AT_ONCE]  # a prompt is called without a position
+    forms = {"flashgen": functools.partial(attention, *dense, variant, **invariant), **own}
     prompt, builders = dict.fromkeys(forms, "flashgen"), {}
     for name, functions in {} if invariant else ground.files.items():
         if "decode" not in functions:
             continue
-        given = last.q, last.k_pages, last.v_pages, last.table, last.lengths
-        paged = functools.partial(_made, functions["paged"], *given) if "paged" in functions else None
-        for life, call in lives(filled, chunk, functools.partial(_made, functions["decode"]), paged).items():
+        paged = functools.partial(_made, functions["paged"], *last.for_paged) if "paged" in functions else None
+        for life, call in lives(*dense, chunk, functools.partial(_made, functions["decode"]), paged).items():
             contender = name if life == AT_ONCE else f"{name} {life}"
             prompt[contender], builders[contender] = name, lambda call=call: call
     whole: dict[str, torch.Tensor] = {}
